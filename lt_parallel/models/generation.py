@@ -1,0 +1,90 @@
+"""Continuing sequences with a model that is cut over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lt_parallel.models.gpt import GPTModule
+
+
+@torch.no_grad()
+def generate(
+    module: GPTModule, tokens: Tensor, max_new_tokens: int, *, temperature: float, top_k: int, seed: int | None
+) -> Tensor:
+    """See `GPTModule.generate`. Each new token costs one forward of the whole sequence."""
+    _check(module, tokens, max_new_tokens, temperature, top_k)
+    strategy = module.megatron
+    generator = torch.Generator().manual_seed(strategy.seed if seed is None else seed)
+    was_training = module.training
+    module.eval()
+    tokens = tokens.to(module.device)
+    for _ in range(max_new_tokens):
+        logits = _last_logits(module, tokens)
+        tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator).to(tokens.device)], dim=1)
+    module.train(was_training)
+    return tokens
+
+
+def _check(module: GPTModule, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int) -> None:
+    if tokens.dim() != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"tokens must have shape [b, s] with s > 0, not {tuple(tokens.shape)}")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= module.vocab_size:
+        raise ValueError(
+            f"token ids must lie in [0, vocab_size={module.vocab_size}); found {int(tokens.min())} to "
+            f"{int(tokens.max())}"
+        )
+    length = tokens.shape[1] + max_new_tokens
+    if length > module.max_position_embeddings:
+        raise ValueError(
+            f"{tokens.shape[1]} prompt tokens + max_new_tokens={max_new_tokens} = {length} exceed "
+            f"max_position_embeddings={module.max_position_embeddings}"
+        )
+    if temperature < 0 or top_k < 0:
+        raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
+
+
+def _last_logits(module: GPTModule, tokens: Tensor) -> Tensor:
+    """Logits `[b, vocabulary]` after the last token, in float32 on the CPU, equal on all ranks of the model."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    strategy = module.megatron
+    groups = strategy.groups
+    length = tokens.shape[1]
+    # Sequence parallelism cuts the sequence evenly; what is added comes after the last token and can't be seen by it.
+    cut = groups.tp.size() if strategy.sequence_parallel else 1
+    padded = nn.functional.pad(tokens, (0, -length % cut))
+    positions = torch.arange(padded.shape[1], device=tokens.device).expand_as(padded)
+    found: list[Tensor] = []
+
+    def keep(output: Tensor, batch: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        found[:] = [output[:, length - 1]]
+        zero = torch.zeros((), device=output.device)
+        return zero, zero, {}
+
+    strategy.run_chunks(
+        {"tokens": padded, "position_ids": positions}, lambda batch: module(batch, labels=False), keep
+    )
+    shape = (tokens.shape[0], module.padded_vocab_size)
+    if found:
+        logits = gather_from_tensor_model_parallel_region(found[0].contiguous(), group=groups.tp).float()
+    else:
+        logits = torch.empty(shape, device=tokens.device)
+    if groups.pp.size() > 1:
+        last = torch.distributed.get_global_rank(groups.pp, groups.pp.size() - 1)
+        torch.distributed.broadcast(logits, src=last, group=groups.pp)
+    return logits[:, : module.vocab_size].cpu()
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
+    """Next token ids `[b, 1]`; the same on every rank, as the generator and the logits are."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if 0 < top_k < logits.shape[-1]:
+        threshold = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)

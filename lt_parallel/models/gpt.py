@@ -1,0 +1,342 @@
+"""`GPTModule`: Megatron Core's GPTModel as a LightningModule.
+
+Batches are dictionaries of `[b, s]` tensors (b micro batch, s sequence): `tokens`, `labels`, `position_ids` (int64) and
+`loss_mask` (float). The output layer's columns beyond the vocabulary (its padding) are minus infinity, so they never
+take part in the loss or in sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+
+from lt_parallel.models.base import MegatronLightningModule
+from lt_parallel.settings import check_sequence, check_vocab
+
+if TYPE_CHECKING:
+    from lt_parallel.settings import Settings
+    from lt_parallel.strategies.step_metrics import MetricValue
+
+_OWNER = "GPTModule"
+LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
+
+
+class GPTModule(MegatronLightningModule):
+    """A decoder-only transformer language model, cut as the strategy says.
+
+    Names are Megatron's. The defaults give the GPT-2 shape; the Llama shape is `normalization="RMSNorm", swiglu=True,
+    add_bias_linear=False, position_embedding_type="rope", untie_embeddings_and_output_weights=True`.
+
+    Args:
+        vocab_size: Number of token ids.
+        seq_length: Tokens per training sequence.
+        num_layers: Decoder layers.
+        hidden_size: Width of the residual stream.
+        num_attention_heads: Query heads.
+        ffn_hidden_size: Width inside the MLP; None: 4 x hidden_size, with swiglu 8/3 x hidden_size in steps of 64.
+        num_query_groups: Key/value heads (grouped-query attention); None: one per query head.
+        kv_channels: Channels per head; None: hidden_size / num_attention_heads.
+        max_position_embeddings: Longest sequence; None: seq_length.
+        normalization: "LayerNorm" or "RMSNorm".
+        layernorm_epsilon: Added to the variance.
+        swiglu: Gated MLP with SiLU; False: GELU (tanh form).
+        add_bias_linear: Biases in all linear layers.
+        add_qkv_bias: Biases in the query/key/value projection only.
+        qk_layernorm: Normalise queries and keys per head.
+        position_embedding_type: "learned_absolute" or "rope".
+        rotary_base: Base of the rotary frequencies.
+        rotary_percent: Share of each head's channels that is rotated.
+        untie_embeddings_and_output_weights: Own weights for the output layer.
+        make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this, at any layout.
+        hidden_dropout: Dropout on each residual branch.
+        attention_dropout: Dropout on attention probabilities.
+        init_method_std: Standard deviation of the initial weights; output projections use it / sqrt(2 x num_layers).
+        lr: Highest learning rate (AdamW).
+        min_lr: Where the decay ends.
+        lr_warmup_iters: Global steps of linear warm-up; the first step has lr / lr_warmup_iters, not 0.
+        lr_decay_iters: Global step at which min_lr is reached. Its own length, independent of max_steps.
+        lr_decay_style: Shape of the decay after the warm-up.
+        weight_decay: On matrices only; none on biases and norms.
+        adam_beta1: First moment's decay.
+        adam_beta2: Second moment's decay.
+        adam_eps: Added to the root of the second moment.
+        max_new_tokens: Continuation length of `predict_step`.
+        temperature: Sampling temperature of `predict_step`; 0 takes the likeliest token.
+        top_k: `predict_step` samples among the k likeliest; 0: all.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int = 1024,
+        num_layers: int = 12,
+        hidden_size: int = 768,
+        num_attention_heads: int = 12,
+        ffn_hidden_size: int | None = None,
+        num_query_groups: int | None = None,
+        kv_channels: int | None = None,
+        max_position_embeddings: int | None = None,
+        normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm",
+        layernorm_epsilon: float = 1e-5,
+        swiglu: bool = False,
+        add_bias_linear: bool = True,
+        add_qkv_bias: bool = False,
+        qk_layernorm: bool = False,
+        position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute",
+        rotary_base: int = 10000,
+        rotary_percent: float = 1.0,
+        untie_embeddings_and_output_weights: bool = False,
+        make_vocab_size_divisible_by: int = 128,
+        hidden_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        init_method_std: float = 0.02,
+        lr: float = 3e-4,
+        min_lr: float = 3e-5,
+        lr_warmup_iters: int = 0,
+        lr_decay_iters: int = 100_000,
+        lr_decay_style: LrDecayStyle = "cosine",
+        weight_decay: float = 0.1,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.95,
+        adam_eps: float = 1e-8,
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        top_k: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.vocab_size, self.seq_length = vocab_size, seq_length
+        self.max_position_embeddings = max_position_embeddings or seq_length
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        hp = self.hparams
+        if self.max_position_embeddings < self.seq_length:
+            raise ValueError(
+                f"max_position_embeddings={self.max_position_embeddings} must be at least seq_length={self.seq_length}"
+            )
+        if hp.lr_warmup_iters >= hp.lr_decay_iters:
+            raise ValueError(
+                f"lr_warmup_iters={hp.lr_warmup_iters} must be less than lr_decay_iters={hp.lr_decay_iters}"
+            )
+        if not 0 <= hp.min_lr <= hp.lr:
+            raise ValueError(f"min_lr={hp.min_lr} must lie between 0 and lr={hp.lr}")
+
+    # ---------------------------------------------------------------- model
+
+    def contribute(self, settings: Settings) -> None:
+        """Adds the transformer's dimensions and checks sequence and vocabulary against the sizes."""
+        hp = self.hparams
+        hidden = hp.hidden_size
+        ffn = hp.ffn_hidden_size or (64 * -(-8 * hidden // (3 * 64)) if hp.swiglu else 4 * hidden)
+        optional = {"num_query_groups": hp.num_query_groups, "kv_channels": hp.kv_channels}
+        settings.contribute(
+            _OWNER,
+            "model",
+            num_layers=hp.num_layers,
+            hidden_size=hidden,
+            num_attention_heads=hp.num_attention_heads,
+            ffn_hidden_size=ffn,
+            normalization=hp.normalization,
+            layernorm_epsilon=hp.layernorm_epsilon,
+            gated_linear_unit=hp.swiglu,
+            activation_func=nn.functional.silu if hp.swiglu else nn.functional.gelu,
+            # The fused form of Megatron Core is GELU's tanh approximation: one choice, on every device.
+            bias_activation_fusion=hp.swiglu or hp.add_bias_linear,
+            bias_dropout_fusion=True,
+            add_bias_linear=hp.add_bias_linear,
+            add_qkv_bias=hp.add_qkv_bias,
+            qk_layernorm=hp.qk_layernorm,
+            hidden_dropout=hp.hidden_dropout,
+            attention_dropout=hp.attention_dropout,
+            init_method_std=hp.init_method_std,
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+        check_sequence(settings, self.seq_length)
+        self.padded_vocab_size = check_vocab(settings, self.vocab_size, hp.make_vocab_size_divisible_by)
+
+    def build_chunk(
+        self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None, groups: Any
+    ) -> nn.Module:
+        """One chunk of Megatron Core's GPTModel, its weights not yet drawn."""
+        from megatron.core.models.gpt import GPTModel
+
+        from lt_parallel.models.initialization import defer_initialization
+        from lt_parallel.plugins.layer_backend.specs import gpt_block_spec, gpt_mtp_block_spec
+
+        defer_initialization(config)
+        backend = self.megatron.backend
+        assert backend is not None
+        place = {"vp_stage": vp_stage, "pp_rank": groups.pp.rank()}
+        chunk = GPTModel(
+            config,
+            gpt_block_spec(config, backend, **place),
+            vocab_size=self.padded_vocab_size,
+            max_sequence_length=self.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not self.hparams.untie_embeddings_and_output_weights,
+            position_embedding_type=self.hparams.position_embedding_type,
+            rotary_base=self.hparams.rotary_base,
+            rotary_percent=self.hparams.rotary_percent,
+            mtp_block_spec=gpt_mtp_block_spec(config, backend, **place),
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        if post_process:
+            _hide_vocabulary_padding(chunk.output_layer, self.vocab_size, self.padded_vocab_size, groups.tp)
+        return chunk
+
+    def initialize_chunks(self, seed: int) -> None:
+        """Draws every parameter from (seed, its global name, its global place)."""
+        from lt_parallel.models.initialization import initialize_chunks
+
+        assert self.model_chunks is not None
+        initialize_chunks(list(self.model_chunks), seed)
+
+    def forward(self, batch: Mapping[str, Tensor], labels: bool = True) -> Tensor:
+        """Runs the active chunk.
+
+        Args:
+            batch: `tokens`, `position_ids` and, with `labels`, `labels`; each `[b, s]`.
+            labels: Whether the last chunk computes the loss.
+
+        Returns:
+            On the last stage the loss per token `[b, s]`, or the logits `[b, s, padded vocabulary / tp]` without
+            labels; on other stages the hidden states `[s / tp (with sequence parallelism), b, h]`.
+        """
+        assert self.active_chunk is not None
+        output: Tensor = self.active_chunk(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"] if labels else None
+        )
+        return output
+
+    def micro_batch_shape(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
+        """(seq_length, micro_batch_size)."""
+        micro_batch_size, seq_length = batch["tokens"].shape
+        return seq_length, micro_batch_size
+
+    def loss_function(
+        self, output: Tensor, batch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Mapping[str, MetricValue]]:
+        """Sum of the loss over the tokens that `loss_mask` lets count.
+
+        Args:
+            output: Loss per token `[b, s]`, in nats.
+            batch: Its `loss_mask` `[b, s]`.
+        """
+        mask = batch["loss_mask"]
+        loss_sum, num_tokens = (output.float() * mask).sum(), mask.sum()
+        return loss_sum, num_tokens, {f"{self._phase}_loss": (loss_sum, num_tokens)}
+
+    @property
+    def _phase(self) -> str:
+        if self.trainer.training:
+            return "train"
+        return "test" if self.trainer.testing else "val"
+
+    # ---------------------------------------------------------------- optimizer
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW by Megatron Core's optimizer, warm-up and decay by its scheduler, one step per global step."""
+        from lt_parallel.strategies.lr_schedule import MegatronLRScheduler
+
+        hp = self.hparams
+        optimizer = self.megatron.build_optimizer(
+            optimizer="adam",
+            lr=hp.lr,
+            min_lr=hp.min_lr,
+            weight_decay=hp.weight_decay,
+            adam_beta1=hp.adam_beta1,
+            adam_beta2=hp.adam_beta2,
+            adam_eps=hp.adam_eps,
+        )
+        scheduler = MegatronLRScheduler(
+            optimizer,
+            max_lr=hp.lr,
+            min_lr=hp.min_lr,
+            lr_warmup_iters=hp.lr_warmup_iters,
+            lr_decay_iters=hp.lr_decay_iters,
+            lr_decay_style=hp.lr_decay_style,
+            weight_decay=hp.weight_decay,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any = None) -> None:
+        """Steps Megatron Core's schedule."""
+        scheduler.step(metric)
+
+    def on_train_start(self) -> None:
+        """Logs the parameter counts once."""
+        counts = self.parameter_counts()
+        for logger in self.loggers:
+            logger.log_metrics({name: float(count) for name, count in counts.items()}, step=self.global_step)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """`params_total` of the whole model, without vocabulary padding counted twice, and `params_this_rank`.
+
+        Collective over all ranks.
+        """
+        from lt_parallel.models.counting import count_parameters
+
+        assert self.model_chunks is not None
+        total, local = count_parameters(list(self.model_chunks), self.megatron.groups, self.device)
+        return {"params_total": total, "params_this_rank": local}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs what is known once the optimizer has stepped."""
+        optimizer = self.megatron.optimizers[0]
+        values = {
+            "grad_norm": optimizer.grad_norm,
+            "lr": self.megatron.last_lr,
+            "consumed_samples": float(self.megatron.consumed_samples),
+        }
+        self.log_dict({name: value for name, value in values.items() if value is not None}, batch_size=1)
+
+    # ---------------------------------------------------------------- generation
+
+    def generate(
+        self, tokens: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int = 0, seed: int | None = None
+    ) -> Tensor:
+        """Continues sequences; every rank calls it and gets the same result.
+
+        Args:
+            tokens: Prompts `[b, s]` (int64), all of the same length.
+            max_new_tokens: Tokens to add to each.
+            temperature: Divides the logits; 0 takes the likeliest token.
+            top_k: Samples among the k likeliest; 0: all.
+            seed: Of the sampling; None: the run's seed.
+
+        Returns:
+            `[b, s + max_new_tokens]`.
+
+        Raises:
+            ValueError: A token id outside the vocabulary, or more than `max_position_embeddings` tokens.
+        """
+        from lt_parallel.models.generation import generate
+
+        return generate(self, tokens, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+
+    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Continuations `[b, max_new_tokens]` of the batch's `tokens` `[b, s]`."""
+        hp = self.hparams
+        prompts = batch["tokens"]
+        result = self.generate(prompts, hp.max_new_tokens, hp.temperature, hp.top_k)
+        return result[:, prompts.shape[1] :]
+
+
+def _hide_vocabulary_padding(output_layer: nn.Module, vocab_size: int, padded_size: int, tp_group: Any) -> None:
+    """Makes the logits of padding columns minus infinity on the ranks that hold some."""
+    per_rank = padded_size // tp_group.size()
+    real = min(max(vocab_size - tp_group.rank() * per_rank, 0), per_rank)
+    if real == per_rank:
+        return
+
+    def hide(module: nn.Module, args: Any, result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        logits, bias = result
+        logits[..., real:] = float("-inf")  # in place: only the padding is touched, nothing of it is needed again
+        return logits, bias
+
+    output_layer.register_forward_hook(hide)

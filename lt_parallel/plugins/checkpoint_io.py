@@ -1,0 +1,119 @@
+"""Checkpoints as directories: Megatron Core's `torch_dist` format for tensors, one small file for the trainer's state.
+
+Every rank writes its shard of the parameters and optimizer states. What Lightning adds (loops, callbacks, schedulers,
+hyper-parameters) is equal on all ranks and goes into `trainer.pt`, which is read back with `weights_only`, so nothing in
+it can run code. A checkpoint is written beside its place and moved there when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import CheckpointIO
+from typing_extensions import override
+
+TRAINER_FILE = "trainer.pt"
+#: Entries of Lightning's checkpoint dictionary that hold Megatron Core's sharded tensors.
+SHARDED_KEYS = ("state_dict", "optimizer_states", "rng_state")
+
+
+class MegatronCheckpointIO(CheckpointIO):
+    """Writes and reads checkpoint directories; every rank takes part in each call but `remove_checkpoint`."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+        """Saves a checkpoint; collective.
+
+        Args:
+            checkpoint: Lightning's dictionary; its sharded entries hold Megatron Core's sharded tensors.
+            path: The directory to become the checkpoint. What is there is replaced once the new one is complete.
+            storage_options: Not supported.
+
+        Raises:
+            ValueError: `storage_options` given.
+        """
+        if storage_options is not None:
+            raise ValueError(f"storage_options={storage_options!r}: checkpoints are written to a file system path only")
+        from megatron.core import dist_checkpointing
+
+        target = Path(path).absolute()
+        partial = target.with_name(f".{target.name}.partial")
+        if _rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        _barrier()
+        sharded = {key: checkpoint[key] for key in SHARDED_KEYS if key in checkpoint}
+        dist_checkpointing.save(sharded, str(partial))
+        if _rank() == 0:
+            torch.save({key: checkpoint[key] for key in checkpoint if key not in SHARDED_KEYS}, partial / TRAINER_FILE)
+            _publish(partial, target)
+        _barrier()
+
+    @override
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads the trainer's part only; `load_sharded` reads the tensors.
+
+        Args:
+            path: A checkpoint directory.
+            map_location: Ignored: what is read here is small and stays on the CPU.
+            weights_only: Ignored: nothing else is ever allowed.
+
+        Raises:
+            FileNotFoundError: There is no checkpoint at `path`.
+        """
+        directory = Path(path)
+        if not (directory / TRAINER_FILE).is_file():
+            kind = "a file, not a directory" if directory.is_file() else "no such checkpoint"
+            if directory.is_dir():
+                kind = f"a directory without {TRAINER_FILE}: incomplete, or not written by lt_parallel"
+            raise FileNotFoundError(f"{directory}: {kind}")
+        state: dict[str, Any] = torch.load(directory / TRAINER_FILE, map_location="cpu", weights_only=True)
+        return state
+
+    def load_sharded(self, path: _PATH, template: dict[str, Any]) -> dict[str, Any]:
+        """Reads this rank's shards; collective.
+
+        Args:
+            path: A checkpoint directory.
+            template: Sharded tensors that say which part of which tensor goes where.
+
+        Returns:
+            The template's structure with the tensors read.
+        """
+        from megatron.core import dist_checkpointing
+
+        loaded: dict[str, Any] = dist_checkpointing.load(template, str(Path(path).absolute()))
+        return loaded
+
+    @override
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Removes a checkpoint directory; called on one rank."""
+        shutil.rmtree(path)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    """Puts the complete directory in its place; whatever happens, one whole checkpoint is there."""
+    if not target.exists():
+        os.rename(partial, target)
+        return
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    os.rename(target, replaced)
+    os.rename(partial, target)
+    shutil.rmtree(replaced) if replaced.is_dir() else replaced.unlink()
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()

@@ -1,0 +1,212 @@
+"""One place where strategy, callbacks, precision and model meet before anything is built.
+
+Each of them *contributes* Megatron Core config fields to one `Settings` object; none of them looks at another. A field
+has one owner: two contributions that disagree raise and name both. When everything is in, `RULES` (one table) is
+applied, and only then are process groups made and configs built. So a wrong combination is one error, early, with its
+values, whoever brought them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from lt_parallel.topology import ParallelSizes, padded_vocab_size, require_divisible
+
+Target = Literal["model", "ddp", "optimizer"]
+TARGETS: tuple[Target, ...] = ("model", "ddp", "optimizer")
+
+
+@runtime_checkable
+class Contributor(Protocol):
+    """What the strategy looks for in `trainer.callbacks`, the precision plugin and the module."""
+
+    def contribute(self, settings: Settings) -> None:
+        """Adds its Megatron Core config fields by `settings.contribute(...)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """One config field, its value and who set it."""
+
+    owner: str
+    value: Any
+
+
+class Settings:
+    """Megatron Core config fields, each with its owner, for one run.
+
+    Args:
+        sizes: The parallel sizes of the run.
+    """
+
+    def __init__(self, sizes: ParallelSizes) -> None:
+        self.sizes = sizes
+        self._fields: dict[Target, dict[str, Contribution]] = {target: {} for target in TARGETS}
+
+    def contribute(self, owner: str, target: Target, **fields: Any) -> None:
+        """Sets config fields on behalf of `owner`.
+
+        Args:
+            owner: What the user wrote, e.g. `"CommunicationOverlap(grad_reduce=...)"`; quoted in errors.
+            target: `"model"` (TransformerConfig), `"ddp"` (DistributedDataParallelConfig) or `"optimizer"`
+                (OptimizerConfig).
+            fields: Megatron Core's field names and their values.
+
+        Raises:
+            ValueError: Another owner has set one of the fields to another value.
+        """
+        known = self._fields[target]
+        for name, value in fields.items():
+            earlier = known.get(name)
+            if earlier is not None and earlier.owner != owner and earlier.value != value:
+                raise ValueError(
+                    f"{earlier.owner} sets {name}={earlier.value!r} but {owner} sets {name}={value!r}; "
+                    f"remove one of the two or give them the same value"
+                )
+            known[name] = Contribution(owner, value)
+
+    def override(self, overrides: Mapping[str, Any], config_classes: Mapping[Target, type]) -> None:
+        """Applies the user's `config_overrides` last: fields that have no argument anywhere else.
+
+        Args:
+            overrides: Megatron Core's field names and values.
+            config_classes: The config dataclass of each target, to check the names against.
+
+        Raises:
+            ValueError: A name is in none of the configs, or is owned by the strategy, a callback, the precision
+                plugin or the module.
+        """
+        names = {
+            target: {field.name for field in dataclasses.fields(cls)} for target, cls in config_classes.items()
+        }
+        for name, value in overrides.items():
+            targets = [target for target in TARGETS if name in names.get(target, ())]
+            if not targets:
+                every_name = sorted(set().union(*names.values()))
+                close = difflib.get_close_matches(name, every_name, n=3)
+                hint = f"; did you mean {' or '.join(close)}?" if close else ""
+                raise ValueError(f"config_overrides: {name!r} is no field of Megatron Core's configs{hint}")
+            for target in targets:
+                owned = self._fields[target].get(name)
+                if owned is not None:
+                    raise ValueError(
+                        f"config_overrides: {name}={value!r} is already set by {owned.owner} "
+                        f"(to {owned.value!r}); set it there instead"
+                    )
+            for target in targets:
+                self.contribute("config_overrides", target, **{name: value})
+
+    def get(self, target: Target, name: str, default: Any = None) -> Any:
+        """The value of one field, or `default` when nobody set it."""
+        contribution = self._fields[target].get(name)
+        return default if contribution is None else contribution.value
+
+    def owner(self, target: Target, name: str) -> str | None:
+        """Who set a field, or None."""
+        contribution = self._fields[target].get(name)
+        return None if contribution is None else contribution.owner
+
+    def fields(self, target: Target) -> dict[str, Any]:
+        """All fields of a target, as keyword arguments for its config class."""
+        return {name: contribution.value for name, contribution in self._fields[target].items()}
+
+    def __iter__(self) -> Iterator[tuple[Target, str, Contribution]]:
+        for target in TARGETS:
+            for name, contribution in self._fields[target].items():
+                yield target, name, contribution
+
+    def validate(self) -> None:
+        """Applies every cross-option rule.
+
+        Raises:
+            ValueError: The first rule that is broken, with the values, the rule and a way out.
+        """
+        for rule in RULES:
+            rule(self)
+
+
+def _heads_divide(settings: Settings) -> None:
+    tp = settings.sizes.tensor_model_parallel_size
+    heads = settings.get("model", "num_attention_heads")
+    if heads is not None:
+        require_divisible("num_attention_heads", heads, "tensor_model_parallel_size", tp)
+
+
+def _query_groups_divide(settings: Settings) -> None:
+    tp = settings.sizes.tensor_model_parallel_size
+    heads, groups = settings.get("model", "num_attention_heads"), settings.get("model", "num_query_groups")
+    if heads is None or groups is None:
+        return
+    require_divisible("num_attention_heads", heads, "num_query_groups", groups)
+    require_divisible("num_query_groups", groups, "tensor_model_parallel_size", tp)
+
+
+def _ffn_divides(settings: Settings) -> None:
+    tp = settings.sizes.tensor_model_parallel_size
+    ffn = settings.get("model", "ffn_hidden_size")
+    if ffn is not None:
+        require_divisible("ffn_hidden_size", ffn, "tensor_model_parallel_size", tp)
+
+
+def _hidden_divides(settings: Settings) -> None:
+    hidden, heads = settings.get("model", "hidden_size"), settings.get("model", "num_attention_heads")
+    if hidden is not None and heads is not None and settings.get("model", "kv_channels") is None:
+        require_divisible("hidden_size", hidden, "num_attention_heads", heads)
+
+
+def _sequence_parallel_needs_tp(settings: Settings) -> None:
+    tp = settings.sizes.tensor_model_parallel_size
+    if settings.get("model", "sequence_parallel") and tp == 1:
+        raise ValueError(
+            "sequence_parallel=True needs tensor_model_parallel_size > 1, but tensor_model_parallel_size=1; "
+            "set sequence_parallel=False or e.g. tensor_model_parallel_size=2"
+        )
+
+
+#: Every rule that ties options together; each raises ValueError by itself. Order: the most basic first.
+RULES: tuple[Callable[[Settings], None], ...] = (
+    _sequence_parallel_needs_tp,
+    _hidden_divides,
+    _heads_divide,
+    _query_groups_divide,
+    _ffn_divides,
+)
+
+
+def check_sequence(settings: Settings, seq_length: int) -> None:
+    """Checks a sequence length against the sizes that cut it.
+
+    Args:
+        settings: The merged settings.
+        seq_length: Tokens per sequence, before any cut.
+
+    Raises:
+        ValueError: It can't be cut evenly by sequence or context parallelism.
+    """
+    tp, cp = settings.sizes.tensor_model_parallel_size, settings.sizes.context_parallel_size
+    if cp > 1:
+        require_divisible("seq_length", seq_length, f"2 x context_parallel_size={cp}", 2 * cp)
+    if settings.get("model", "sequence_parallel"):
+        require_divisible(
+            f"seq_length={seq_length} / context_parallel_size={cp}" if cp > 1 else "seq_length",
+            seq_length // cp,
+            "tensor_model_parallel_size (sequence_parallel=True)",
+            tp,
+        )
+
+
+def check_vocab(settings: Settings, vocab_size: int, divisible_by: int = 128) -> int:
+    """The padded vocabulary size, checked against tensor parallelism.
+
+    Args:
+        settings: The merged settings.
+        vocab_size: The tokenizer's number of ids.
+        divisible_by: The padded size is the next multiple of this, at any layout.
+
+    Raises:
+        ValueError: `tensor_model_parallel_size` doesn't divide the padded size.
+    """
+    return padded_vocab_size(vocab_size, divisible_by, settings.sizes.tensor_model_parallel_size)

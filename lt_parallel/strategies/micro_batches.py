@@ -1,0 +1,218 @@
+"""From the user's DataLoader to global steps: sampling, grouping and exact resuming.
+
+A `DataLoader(batch_size=b)` yields micro batches of one data-parallel rank. Lightning sees a loader that yields a *list*
+of them, one list per global step, so all its counters count global steps.
+
+Sampling is ours for ordinary map-style loaders, because three promises hang on it: the global batch holds the same
+samples at any data-parallel size; an evaluation counts every sample exactly once (torch's DistributedSampler repeats
+some); and a resumed epoch skips what was consumed without loading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+
+class GlobalOrderSampler(Sampler[int]):
+    """This rank's share of one global order of samples: every `num_replicas`-th, starting at `rank`.
+
+    Args:
+        dataset_length: Number of samples.
+        num_replicas: Data-parallel size.
+        rank: Data-parallel rank.
+        shuffle: Whether the order is a permutation that depends on (seed, epoch) alone.
+        seed: Seed of the permutation.
+    """
+
+    def __init__(self, dataset_length: int, num_replicas: int, rank: int, *, shuffle: bool, seed: int) -> None:
+        self._length = dataset_length
+        self._num_replicas, self._rank = num_replicas, rank
+        self._shuffle, self._seed = shuffle, seed
+        self.epoch = 0
+        #: Samples of this rank to leave out at the start of the next iteration; used once.
+        self.skip_samples = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lightning calls this when an epoch begins."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        start = self._rank + self.skip_samples * self._num_replicas
+        self.skip_samples = 0
+        if not self._shuffle:
+            yield from range(start, self._length, self._num_replicas)
+            return
+        generator = torch.Generator().manual_seed(self._seed + self.epoch)
+        yield from torch.randperm(self._length, generator=generator)[start :: self._num_replicas].tolist()
+
+    def __len__(self) -> int:
+        return len(range(self._rank, self._length, self._num_replicas))
+
+
+def with_global_order(dataloader: Any, num_replicas: int, rank: int) -> Any:
+    """Replaces the sampler that Lightning injected by a `GlobalOrderSampler`; other loaders are returned as they are.
+
+    Args:
+        dataloader: What Lightning gives to `process_dataloader`.
+        num_replicas: Data-parallel size.
+        rank: Data-parallel rank.
+    """
+    if not _is_ordinary(dataloader):
+        return dataloader
+    injected: DistributedSampler[Any] = dataloader.sampler
+    sampler = GlobalOrderSampler(
+        len(dataloader.dataset), num_replicas, rank, shuffle=injected.shuffle, seed=injected.seed
+    )
+    workers: dict[str, Any] = {}
+    if dataloader.num_workers > 0:
+        workers = {
+            "prefetch_factor": dataloader.prefetch_factor,
+            "persistent_workers": dataloader.persistent_workers,
+            "multiprocessing_context": dataloader.multiprocessing_context,
+        }
+    return DataLoader(
+        dataloader.dataset,
+        batch_sampler=BatchSampler(sampler, dataloader.batch_size, drop_last=dataloader.drop_last),
+        num_workers=dataloader.num_workers,
+        collate_fn=dataloader.collate_fn,
+        pin_memory=dataloader.pin_memory,
+        timeout=dataloader.timeout,
+        worker_init_fn=dataloader.worker_init_fn,
+        generator=dataloader.generator,
+        **workers,
+    )
+
+
+def _is_ordinary(dataloader: Any) -> bool:
+    return (
+        type(dataloader) is DataLoader
+        and not isinstance(dataloader.dataset, IterableDataset)
+        and type(dataloader.sampler) is DistributedSampler
+        and type(dataloader.batch_sampler) is BatchSampler
+    )
+
+
+class MicroBatchLoader:
+    """Yields lists of micro batches; what Lightning iterates over.
+
+    Args:
+        dataloader: Yields this rank's micro batches.
+        num_microbatches: Micro batches per step.
+        num_replicas: Data-parallel size.
+        complete_only: Training: only steps whose global batch is complete. Otherwise the last list may be shorter, even
+            empty on some ranks, so that every rank takes the same number of steps.
+
+    Raises:
+        ValueError: Training data that don't fill one global batch.
+    """
+
+    def __init__(self, dataloader: Any, *, num_microbatches: int, num_replicas: int, complete_only: bool) -> None:
+        self.dataloader = dataloader
+        self.num_microbatches = num_microbatches
+        self._num_replicas = num_replicas
+        self._complete_only = complete_only
+        self._steps_done = 0
+        self._resume_at = 0
+        if complete_only and self._known_steps() == 0:
+            raise ValueError(self._too_few())
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset behind the loader (Lightning asks for it)."""
+        return getattr(self.dataloader, "dataset", None)
+
+    @property
+    def sampler(self) -> Any:
+        """What Lightning calls `set_epoch` on: the sampler that makes the order."""
+        batch_sampler = getattr(self.dataloader, "batch_sampler", None)
+        if isinstance(batch_sampler, BatchSampler):
+            return batch_sampler.sampler
+        return getattr(self.dataloader, "sampler", None)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per micro batch, if the loader tells."""
+        size: int | None = getattr(self.dataloader, "batch_size", None)
+        if size is None:
+            size = getattr(getattr(self.dataloader, "batch_sampler", None), "batch_size", None)
+        return size
+
+    def _known_steps(self) -> int | None:
+        sampler = self.sampler
+        if isinstance(sampler, GlobalOrderSampler) and self.batch_size is not None:
+            per_step = self.batch_size * self.num_microbatches * self._num_replicas
+            whole, rest = divmod(len(self.dataset), per_step)
+            return whole if self._complete_only or rest == 0 else whole + 1
+        try:
+            micro_batches = len(self.dataloader)
+        except TypeError:  # an iterable dataset without a length
+            return None
+        whole, rest = divmod(micro_batches, self.num_microbatches)
+        return whole if self._complete_only or rest == 0 else whole + 1
+
+    def _too_few(self) -> str:
+        size = self.batch_size
+        if isinstance(self.sampler, GlobalOrderSampler) and size is not None:
+            return (
+                f"the training data hold {len(self.dataset)} samples, fewer than one global batch of "
+                f"{size * self.num_microbatches * self._num_replicas} (micro batch {size} x num_microbatches="
+                f"{self.num_microbatches} x data-parallel size {self._num_replicas}); lower one of them or add data"
+            )
+        return (
+            f"the training loader holds {len(self.dataloader)} micro batches, fewer than num_microbatches="
+            f"{self.num_microbatches} of one step; lower num_microbatches or add data"
+        )
+
+    def __len__(self) -> int:
+        """Steps in a whole epoch, also after a resume: Lightning's epoch end and progress depend on it."""
+        steps = self._known_steps()
+        if steps is None:
+            raise TypeError("the loader has no length")
+        return steps
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        skip, self._resume_at = self._resume_at, 0
+        self._steps_done = skip
+        total = self._known_steps()
+        micro_batches = self._skipping_iterator(skip)
+        while total is None or self._steps_done < total:
+            step = self._next_step(micro_batches)
+            complete = len(step) == self.num_microbatches
+            if total is None and (not step or (self._complete_only and not complete)):
+                return
+            self._steps_done += 1
+            yield step
+
+    def _skipping_iterator(self, skip: int) -> Iterator[Any]:
+        sampler = self.sampler
+        if skip and isinstance(sampler, GlobalOrderSampler):
+            assert self.batch_size is not None
+            sampler.skip_samples = skip * self.num_microbatches * self.batch_size
+            return iter(self.dataloader)
+        iterator = iter(self.dataloader)
+        for _ in range(skip * self.num_microbatches):
+            next(iterator, None)
+        return iterator
+
+    def _next_step(self, micro_batches: Iterator[Any]) -> list[Any]:
+        step = []
+        for _ in range(self.num_microbatches):
+            try:
+                step.append(next(micro_batches))
+            except StopIteration:
+                break
+        return step
+
+    def state_dict(self) -> dict[str, int]:
+        """Position in the epoch, in steps."""
+        return {"steps_done": self._steps_done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration begins after the steps done; a whole epoch done means none are skipped."""
+        done = int(state["steps_done"])
+        total = self._known_steps()
+        self._resume_at = 0 if total is not None and done >= total else done

@@ -1,0 +1,153 @@
+"""Megatron Core's optimizer behind the `torch.optim.Optimizer` that Lightning expects.
+
+Lightning calls `step(closure)` once per global step. The closure runs the whole schedule, forward and backward; then
+Megatron Core checks, clips and updates. Lightning's own `zero_grad` comes after that backward, where it would wipe the
+gradients, so the facade ignores it: the strategy clears the buffers when a step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
+    from megatron.core.optimizer import OptimizerConfig
+
+
+class MegatronOptimizer(torch.optim.Optimizer):
+    """What Lightning, its callbacks and LR schedulers see of Megatron Core's optimizer.
+
+    Args:
+        core: Megatron Core's optimizer, over this rank's shard of the parameters.
+    """
+
+    def __init__(self, core: CoreOptimizer) -> None:
+        self.core = core
+        #: The global gradient norm of the last step, before clipping.
+        self.grad_norm: float | None = None
+        #: False when the last step was skipped because a gradient wasn't finite.
+        self.step_was_successful = True
+        super().__init__([nn.Parameter(torch.empty(0))], {})
+
+    # torch's base class assigns both; Megatron Core owns them.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Megatron Core's own groups: an LR scheduler that writes `lr` here changes the real one."""
+        groups: list[dict[str, Any]] = self.core.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        pass
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only called by the base class, with its placeholder. Groups are fixed once Megatron Core has sharded them."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing, see the module's docstring."""
+
+    def clear_gradients(self) -> None:
+        """Drops the gradients that the optimizer refers to; the buffers are the wrapped chunks'."""
+        self.core.zero_grad()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Runs the closure (schedule), then Megatron Core's step.
+
+        Returns:
+            The closure's result.
+        """
+        result = closure() if closure is not None else None
+        self.step_was_successful, grad_norm, _ = self.core.step()
+        self.grad_norm = None if grad_norm is None else float(grad_norm)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Megatron Core's state of this rank's shard."""
+        state: dict[str, Any] = self.core.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` or a sharded checkpoint gave."""
+        self.core.load_state_dict(state_dict)
+
+
+def build_optimizer(config: OptimizerConfig, wrapped: Sequence[nn.Module], groups: Any) -> MegatronOptimizer:
+    """Megatron Core's own optimizer with its weight-decay groups (none on biases and norms).
+
+    Args:
+        config: Megatron Core's optimizer config.
+        wrapped: This rank's wrapped chunks.
+        groups: The `ProcessGroupCollection`.
+    """
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    core = get_megatron_optimizer(config, list(wrapped), use_gloo_process_groups=False, pg_collection=groups)
+    return MegatronOptimizer(core)
+
+
+def wrap_torch_optimizer(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, wrapped: Sequence[Any], groups: Any
+) -> MegatronOptimizer:
+    """A user's torch optimizer as Megatron Core's: sharded, with main parameters, clipped over all ranks.
+
+    The user's object stays the one that steps, so LR schedulers made from it go on working.
+
+    Args:
+        optimizer: Over parameters of the plain module.
+        config: Only the parallel, precision and clipping fields matter; rates are the optimizer's own.
+        wrapped: The one wrapped chunk.
+        groups: The `ProcessGroupCollection`.
+
+    Raises:
+        ValueError: The distributed optimizer was asked for and the optimizer isn't Adam, AdamW.
+    """
+    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    for group in optimizer.param_groups:
+        group.setdefault("is_expert_parallel", False)
+    core: Any
+    if config.use_distributed_optimizer:
+        if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
+            raise ValueError(
+                f"data_parallel_sharding_strategy='optim' shards Adam and AdamW states, not "
+                f"{type(optimizer).__name__}; use 'no_shard', or torch.optim.AdamW"
+            )
+        core = DistributedOptimizer(
+            optimizer,
+            config,
+            None,
+            _init_adam_state,
+            model_chunks=list(wrapped),
+            per_model_buffers={0: wrapped[0].buffers},
+            data_parallel_group=groups.dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=groups.mp.rank(),
+            distributed_optimizer_instance_id=0,
+        )
+        core.grad_stats_parallel_group = groups.intra_dist_opt
+    elif config.bf16:
+        core = Float16OptimizerWithFloat16Params(optimizer, config, None, _init_adam_state)
+        core.grad_stats_parallel_group = groups.mp
+    else:
+        core = FP32Optimizer(optimizer, config, _init_adam_state)
+        core.grad_stats_parallel_group = groups.mp
+    core.tp_group = core.expert_tp_group = groups.tp
+    return MegatronOptimizer(ChainedOptimizer([core]))
+
+
+def _init_adam_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Makes empty Adam moments, so that a checkpoint's have somewhere to go. Other optimizers make theirs when loading."""
+    if not isinstance(optimizer, torch.optim.Adam):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter.data)
+                state["exp_avg_sq"] = torch.zeros_like(parameter.data)

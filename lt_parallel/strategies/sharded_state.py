@@ -1,0 +1,108 @@
+"""What a checkpoint holds of a rank, as Megatron Core's sharded tensors: each says its global name, shape and place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from lt_parallel.topology import ParallelSizes
+
+
+def _metadata(groups: Any) -> dict[str, Any]:
+    # The distributed optimizer's buffers as they lie: written and read without any gathering.
+    return {"distrib_optim_sharding_type": "dp_reshardable", "dp_cp_group": groups.dp_cp}
+
+
+def _unwrapped(wrapped: Any) -> Any:
+    """The chunk inside Megatron Core's DDP, when it is in one."""
+    return wrapped.module if hasattr(wrapped, "ddp_config") else wrapped
+
+
+def model_sharded_state(wrapped: Sequence[Any], groups: Any) -> dict[str, Any]:
+    """Parameters and persistent buffers of this rank's chunks.
+
+    Args:
+        wrapped: This rank's chunks, wrapped or not.
+        groups: The `ProcessGroupCollection`.
+
+    Returns:
+        One entry per chunk, `model` or `model0`, `model1`, ...
+    """
+    return {
+        name: _unwrapped(chunk).sharded_state_dict(metadata=_metadata(groups))
+        for name, chunk in zip(_chunk_names(wrapped), wrapped, strict=True)
+    }
+
+
+def _chunk_names(wrapped: Sequence[Any]) -> list[str]:
+    return ["model"] if len(wrapped) == 1 else [f"model{index}" for index in range(len(wrapped))]
+
+
+def optimizer_sharded_state(core: Any, wrapped: Sequence[Any], groups: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Optimizer states of this rank's shard.
+
+    Args:
+        core: Megatron Core's optimizer.
+        wrapped: This rank's wrapped chunks.
+        groups: The `ProcessGroupCollection`.
+        is_loading: Whether it is a template to load into.
+    """
+    state: dict[str, Any] = core.sharded_state_dict(
+        model_sharded_state(wrapped, groups), is_loading=is_loading, metadata=_metadata(groups)
+    )
+    return state
+
+
+def rng_sharded_state(sizes: ParallelSizes, rank: int) -> Any:
+    """This rank's random generators: torch's own and Megatron Core's tracked ones.
+
+    Args:
+        sizes: The parallel sizes; the state is only meaningful for the same ones.
+        rank: Global rank.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    state = {"cpu": torch.get_rng_state(), "tracked": dict(get_cuda_rng_tracker().get_states())}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("rng_state", state, (sizes.world_size,), (rank,), replica_id=0)
+
+
+def load_rng(state: Mapping[str, Any]) -> None:
+    """Puts the generators back."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(dict(state["tracked"]))
+
+
+def load_template(
+    wrapped: Sequence[Any], core: Any | None, groups: Any, rng_sizes: ParallelSizes | None, rank: int
+) -> dict[str, Any]:
+    """What to read from a checkpoint.
+
+    Args:
+        wrapped: This rank's chunks, wrapped or not.
+        core: Megatron Core's optimizer, None to read weights only.
+        groups: The `ProcessGroupCollection`.
+        rng_sizes: The parallel sizes if the checkpoint was made with the same ones, else None.
+        rank: Global rank.
+    """
+    template: dict[str, Any] = {"state_dict": model_sharded_state(wrapped, groups)}
+    if core is not None:
+        template["optimizer_states"] = [optimizer_sharded_state(core, wrapped, groups, is_loading=True)]
+        if rng_sizes is not None:
+            template["rng_state"] = rng_sharded_state(rng_sizes, rank)
+    return template
+
+
+def load_model(wrapped: Sequence[Any], state: Mapping[str, Any], *, strict: bool) -> None:
+    """Copies what was read into the chunks."""
+    for name, chunk in zip(_chunk_names(wrapped), wrapped, strict=True):
+        _unwrapped(chunk).load_state_dict(state[name], strict=strict)
