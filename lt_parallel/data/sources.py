@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lt_parallel.data.errors import DataError
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 128 << 10  # small enough that a batch of pieces keeps many cores busy
 _SNIFF_BYTES = 8192
 
 
@@ -39,7 +39,7 @@ class Piece:
     """Part of one document.
 
     Args:
-        data: Raw bytes, at most about 2 MiB.
+        data: Raw bytes, at most about twice PIECE_BYTES (a JSONL document: any number).
         source: Where they come from, for messages: a path, or ``path:line``.
         offset_bytes: Position of the first byte in the document.
         size_bytes: Bytes of input that this piece stands for (progress bars count them).

@@ -56,7 +56,8 @@ class TokenCache:
 
     def tokens(self) -> Tokens:
         """Map ``tokens.bin`` into memory: [num_tokens]."""
-        return np.memmap(self.folder / "tokens.bin", dtype=self.dtype, mode="r")
+        # A plain array on the same memory: slicing np.memmap itself costs several times as much.
+        return np.memmap(self.folder / "tokens.bin", dtype=self.dtype, mode="r").view(np.ndarray)
 
 
 def cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
@@ -117,23 +118,26 @@ def _open(folder: Path) -> TokenCache | None:
 def _remove_remains(root: Path, key: str) -> None:
     """Remove what killed builders left of this key; only the holder of the lock may."""
     for remains in [*root.glob(f".{key}.*"), root / key]:
-        if remains.exists():
+        if remains.is_dir():
             shutil.rmtree(remains)
+        else:
+            remains.unlink(missing_ok=True)
 
 
 def _build_and_publish(files: Sequence[SourceFile], tokenizer: Tokenizer, root: Path, key: str) -> TokenCache:
     temporary = root / f".{key}.{os.getpid()}"
     temporary.mkdir()
     start = time.monotonic()
+    log.info("tokenizing %d files, %.1f MB", len(files), sum(f.size_bytes for f in files) / 1e6)
     try:
         offsets = _write_tokens(files, tokenizer, temporary)
-    except DataError as error:
-        shutil.rmtree(temporary)
-        _record_failure(root / f"{key}.failed", str(error), error)
+        if changed := changed_files(files):
+            raise DataError(f"{str(changed[0])!r} changed while it was tokenized; start again when it is complete")
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error.__cause__, UnicodeDecodeError):
+            _record_failure(root / f"{key}.failed", str(error))
         raise
-    if changed := changed_files(files):
-        shutil.rmtree(temporary)
-        raise DataError(f"{str(changed[0])!r} changed while it was tokenized; start again when it is complete")
     for path in [*temporary.iterdir(), temporary]:
         sync_file(path)
     os.replace(temporary, root / key)
@@ -153,12 +157,10 @@ def _build_and_publish(files: Sequence[SourceFile], tokenizer: Tokenizer, root: 
     return built
 
 
-def _record_failure(path: Path, message: str, error: DataError) -> None:
-    """Leave the message to the processes that wait, if it follows from the content (an I/O error may not come back)."""
-    if isinstance(error.__cause__, OSError):
-        return
+def _record_failure(path: Path, message: str) -> None:
+    """Leave the message of a failure that follows from the content to the processes that wait."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(message, encoding="utf-8")
+    temporary.write_text(message, encoding="utf-8", errors="backslashreplace")
     os.replace(temporary, path)
 
 

@@ -31,7 +31,7 @@ EOD_NAMES = (
     "[EOS]",
     "<EOS>",
 )
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES = 8 << 20  # encodings take some 50 times the space of their text
 
 
 class Tokenizer(Protocol):

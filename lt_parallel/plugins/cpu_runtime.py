@@ -10,27 +10,23 @@ tables say what it replaces, each entry with its reason:
 
 It breaks loudly: a name under `torch.cuda` that has no stand-in raises and says so, and tests fail on table entries
 that match nothing in the installed Megatron Core and on uses of `torch.cuda` that nobody has judged yet. Only
-expressions inside a statement change, so the line numbers of tracebacks stay true.
+expressions inside a statement change, so the line numbers of tracebacks stay true. How modules are transformed is in
+`source_transform.py`; which are, in `lt_parallel/runtime.py`.
 """
 
 import ast
 import contextlib
-import hashlib
-import importlib.machinery
-import importlib.util
-import marshal
 import re
-import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from types import CodeType, ModuleType, SimpleNamespace
+from collections.abc import Iterable, Mapping
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final, NoReturn, override
 
 import torch
 import torch.distributed as dist
+
+from lt_parallel.plugins.source_transform import Rules, TransformingLoader
 
 CPU: Final = torch.device("cpu")
 
@@ -280,11 +276,6 @@ NOISE: Final = (
 )
 
 
-def substitutes_for(module_name: str) -> Mapping[str, object]:
-    """The names replaced in one module."""
-    return {**SUBSTITUTES, **TRACKER_SUBSTITUTES} if module_name in TRACKERS else SUBSTITUTES
-
-
 # --- Table 2: forms of syntax ----------------------------------------------------------------------------------------
 
 
@@ -333,8 +324,9 @@ def record_stream_method(node: ast.Call) -> ast.expr | None:
 
 
 def _receiver(node: ast.Call, method: str) -> ast.expr | None:
-    is_call = isinstance(node.func, ast.Attribute) and node.func.attr == method
-    return node.func.value if is_call else None
+    if isinstance(node.func, ast.Attribute) and node.func.attr == method:
+        return node.func.value
+    return None
 
 
 def pin_memory_argument(node: ast.keyword) -> ast.keyword | None:
@@ -355,136 +347,32 @@ def is_cuda_attribute(node: ast.Attribute) -> ast.expr | None:
     return ast.Attribute(node.value, "is_cpu", node.ctx) if node.attr == "is_cuda" else None
 
 
-RULES: Final[Mapping[type[ast.AST], tuple[Callable[[Any], ast.AST | None], ...]]] = {
+RULES: Final[Rules] = {
     ast.Constant: (device_literal, tensor_type_literal),
     ast.JoinedStr: (indexed_device_literal,),
     ast.Call: (indexed_device, cuda_method, pin_memory_method, record_stream_method),
     ast.keyword: (pin_memory_argument, backend_argument),
     ast.Attribute: (is_cuda_attribute,),
 }
-"""For each kind of node the rules tried on it, in order; a rule returns the replacement, or None to leave the node."""
-
-# --- The transform and the loader ------------------------------------------------------------------------------------
-
-TABLE: Final = "__cpu_runtime__"
-"""The global of a transformed module that holds its substitutes."""
-
-_CACHE_TAG: Final = "ltparallelcpu"  # Python takes letters and digits only
-_CACHE_SALT: Final = Path(__file__).read_bytes() + importlib.util.MAGIC_NUMBER + bytes([sys.flags.optimize])
 
 
-class Transformer(ast.NodeTransformer):
-    """Applies both tables to one module.
+# --- The loader ------------------------------------------------------------------------------------------------------
 
-    Args:
-        names: The dotted names to replace, as from `substitutes_for`.
 
-    Attributes:
-        matches: How often each dotted name and each rule (by its function's name) was applied.
-    """
+class Loader(TransformingLoader):
+    """Loads one Megatron Core module for the CPU."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.matches: Counter[str] = Counter()
-        self._names = tuple(names)
-        self._imported: dict[str, str] = {}
-
-    def transform(self, tree: ast.Module) -> ast.Module:
-        """Changes `tree` in place, and returns it."""
-        self._imported = dict(_imports_from_torch(tree))
-        self.visit(tree)
-        return ast.fix_missing_locations(tree)
+    rules = RULES
+    tables_file = __file__
 
     @override
-    def visit(self, node: ast.AST) -> Any:
-        replacement = self._substitute(node)
-        if replacement is None:
-            node = self.generic_visit(node)
-            replacement = self._apply_rules(node)
-        return node if replacement is None else ast.copy_location(replacement, node)
-
-    def _apply_rules(self, node: ast.AST) -> ast.AST | None:
-        for rule in RULES.get(type(node), ()):
-            replacement = rule(node)
-            if replacement is not None:
-                self.matches[rule.__name__] += 1
-                return replacement
-        return None
-
-    def _substitute(self, node: ast.AST) -> ast.expr | None:
-        """`torch.cuda` -> `__cpu_runtime__["torch.cuda"]`, and likewise a name that was imported from inside it."""
-        dotted = self._dotted(node)
-        found = next((name for name in self._names if f"{dotted}.".startswith(f"{name}.")), None)
-        if found is None:
-            return None
-        self.matches[found] += 1
-        value: ast.expr = ast.Subscript(ast.Name(TABLE, ast.Load()), ast.Constant(found), ast.Load())
-        for attribute in dotted.split(".")[len(found.split(".")) :]:
-            value = ast.Attribute(value, attribute, ast.Load())
-        return value
-
-    def _dotted(self, node: ast.AST) -> str:
-        """`dist.all_gather` -> "torch.distributed.all_gather"; "" for what isn't such a chain."""
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()):
-                return self._imported.get(name, "")
-            case ast.Attribute(value=value, attr=attribute) if parent := self._dotted(value):
-                return f"{parent}.{attribute}"
-        return ""
-
-
-def _imports_from_torch(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Pairs (name, dotted name) of what the module imports from `torch`, in functions too."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found = [
-                (alias.asname or "torch", alias.name if alias.asname else "torch", alias.name) for alias in node.names
-            ]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found = [(alias.asname or alias.name, f"{node.module}.{alias.name}", node.module) for alias in node.names]
-        else:
-            continue
-        yield from ((name, dotted) for name, dotted, module in found if module.split(".")[0] == "torch")
-
-
-class Loader(importlib.machinery.SourceFileLoader):
-    """Loads one Megatron Core module, transformed.
-
-    The transform takes seconds over all that a training run imports. Its result is kept where Python keeps byte code,
-    under a name of its own, and used while the source, this file and the interpreter are the same. Python's own byte
-    code of the module is neither read nor written.
-    """
-
-    @override
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        source = self.get_data(path)
-        key = hashlib.sha256(b"\0".join((_CACHE_SALT, fullname.encode(), path.encode(), source))).digest()
-        cache_path = importlib.util.cache_from_source(path, optimization=_CACHE_TAG)
-        with contextlib.suppress(OSError):
-            cached = self.get_data(cache_path)
-            if cached.startswith(key):
-                cached_code: CodeType = marshal.loads(cached[len(key) :])
-                return cached_code
-        code = _compile(fullname, path, source)
-        if not sys.dont_write_bytecode:
-            # Renames a finished file into place, so processes may race; does nothing in a read-only folder.
-            self.set_data(cache_path, key + marshal.dumps(code))
-        return code
+    def substitutes(self, module_name: str) -> Mapping[str, object]:
+        return {**SUBSTITUTES, **TRACKER_SUBSTITUTES} if module_name in TRACKERS else SUBSTITUTES
 
     @override
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__[TABLE] = substitutes_for(module.__name__)
         module.__dict__.update(MISSING_GLOBALS.get(module.__name__, {}))
         with warnings.catch_warnings():
             for message in NOISE:
                 warnings.filterwarnings("ignore", message)
             super().exec_module(module)
-
-
-def _compile(module_name: str, path: str, source: bytes) -> CodeType:
-    with warnings.catch_warnings():
-        # Python shows these only when it compiles a file for the first time; they aren't the user's to mend.
-        warnings.simplefilter("ignore", SyntaxWarning)
-        tree = Transformer(substitutes_for(module_name)).transform(ast.parse(source, path))
-        code: CodeType = compile(tree, path, "exec", dont_inherit=True)
-        return code

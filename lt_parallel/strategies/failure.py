@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,8 +22,10 @@ import torch
 
 _KEY = "lt_parallel/failure"
 _POLL_S = 1.0
-#: Time a rank has to end by its own exception, which tells more, before the thread ends it.
-_GRACE_S = 8.0
+#: Time a rank has to end by its own exception, which tells more, before the thread ends it. Rank 0 speaks for the job,
+#: and Lightning's launcher kills it when another process ends with an error: so rank 0 goes first.
+_GRACE_OF_RANK_0_S = 5.0
+_GRACE_S = 10.0
 _EXIT_CODE = 1
 
 
@@ -38,6 +41,10 @@ class Failure:
         return f"rank {self.rank} failed with {self.kind}: {self.message}"
 
 
+def _print_reason(rank: int, reason: str) -> None:
+    print(f"rank {rank} ends: {reason}", file=sys.stderr, flush=True)
+
+
 class FailureWatch:
     """Reports this rank's failure to the others, and ends this rank when another one reports.
 
@@ -50,7 +57,7 @@ class FailureWatch:
     """
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, attempt: str = "0") -> None:
-        self._rank = rank
+        self.rank = rank
         self._key = f"{_KEY}/{attempt}"
         self._stop = threading.Event()
         self._store: Any = None
@@ -68,15 +75,20 @@ class FailureWatch:
         """A watch over the ranks of torch's default process group. Collective: every rank makes its n-th watch."""
         cls._count += 1
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return cls(
+        cls.latest = cls(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             torch.distributed.get_rank(),
             torch.distributed.get_world_size(),
             attempt=f"{restarts}.{cls._count}",
         )
+        return cls.latest
 
     _count = 0
+    #: The watch of the run that is on, or was last.
+    latest: FailureWatch | None = None
+    #: Says why this rank ends: (rank, reason). The command line puts its own in.
+    announce: Callable[[int, str], None] = staticmethod(_print_reason)
 
     @staticmethod
     def _connect(host: str, port: int) -> Any:
@@ -90,9 +102,23 @@ class FailureWatch:
         """
         if self._store is None:
             return
-        failure = Failure(self._rank, type(exception).__name__, str(exception))
+        failure = Failure(self.rank, type(exception).__name__, str(exception))
         with contextlib.suppress(RuntimeError):  # the store is gone: the others know already
             self._store.compare_set(self._key, "", json.dumps(asdict(failure)))
+
+    def wait_for_rank_0(self, timeout_s: float = 20.0) -> None:
+        """Keeps a rank that has failed alive until rank 0 has ended, which says why for all.
+
+        Args:
+            timeout_s: At most this long: the job's store may be held by someone else than rank 0 (torchrun).
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._store is not None and self.rank != 0 and time.monotonic() < deadline:
+            try:
+                self._store.check([self._key])
+            except RuntimeError:
+                return
+            time.sleep(0.2)
 
     def root_cause(self) -> Failure | None:
         """The first reported failure, None if nobody reported or the store is gone."""
@@ -121,14 +147,14 @@ class FailureWatch:
                 return
             if failed:
                 failure = self._read(self._watched)
-                if failure is None or failure.rank != self._rank:
+                if failure is None or failure.rank != self.rank:
                     self._end(str(failure) if failure else "another rank failed")
                 return
 
     def _end(self, reason: str) -> None:
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + (_GRACE_S if self.rank else _GRACE_OF_RANK_0_S)
         while time.monotonic() < deadline:
             if self._stop.wait(0.1):
                 return
-        print(f"rank {self._rank} ends: {reason}", file=sys.stderr, flush=True)
+        self.announce(self.rank, reason)
         os._exit(_EXIT_CODE)

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from lt_parallel.plugins.layer_backend import resolve_layer_backend
-from lt_parallel.plugins.layer_backend.attention import TorchDotProductAttention, band_mask
+from lt_parallel.plugins.layer_backend.attention import TorchDotProductAttention, _expand_groups_if_needed, band_mask
 from lt_parallel.plugins.layer_backend.norms import (
     SequenceParallelLayerNorm,
     SequenceParallelNorm,
@@ -191,6 +192,55 @@ def test_fused_kernel_runs_for_grouped_heads(masked: bool) -> None:
         attention(*make_inputs(32, 32, 4, 2, dtype=torch.float32), None)
     kernels = {event.name for event in profile.events() if "scaled_dot_product" in event.name}
     assert kernels == {"aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "heads"),
+    [
+        (torch.bfloat16, None, 2),
+        (torch.bfloat16, (8, 0), 4),
+        (torch.float32, None, 4),
+    ],
+)
+def test_cuda_tensors_stay_there_and_are_grouped_only_where_a_fused_kernel_takes_it(
+    dtype: torch.dtype, window: tuple[int, int] | None, heads: int
+) -> None:
+    """On fake CUDA tensors: shapes and devices only; which kernel a GPU chooses is the next test's."""
+    with FakeTensorMode():
+        query = torch.empty(16, BATCH, 4, CHANNELS, device="cuda", dtype=dtype)
+        key = torch.empty(16, BATCH, 2, CHANNELS, device="cuda", dtype=dtype)
+        attention = make_attention(make_config(window_size=window))
+        _, mask = attention._mask(query, key, None, AttnMaskType.causal)
+        expanded, _ = _expand_groups_if_needed(query, key, key, mask)
+        assert expanded.size(2) == heads
+        output = attention(query, key, key, None)
+    assert (output.shape, output.device.type, output.dtype) == ((16, BATCH, 4 * CHANNELS), "cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, (64, 0)])
+def test_gpu_runs_a_fused_kernel(groups: int, dtype: torch.dtype, window: tuple[int, int] | None) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    attention = make_attention(make_config(window_size=window), k_channels=64)
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(256, BATCH, heads, 64, device="cuda", dtype=dtype, generator=generator)
+        for heads in (8, groups, groups)
+    )
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        output = attention(query, key, value, None)
+    kernels = {event.name for event in profile.events() if event.name.startswith("aten::_scaled_dot_product")}
+    fused = {f"aten::_scaled_dot_product_{name}_attention" for name in ("cudnn", "flash", "efficient")}
+    assert kernels
+    assert kernels <= fused
+    left = 256 if window is None else window[0]
+    hidden = hidden_by_rule(256, 256, lambda i, j: j > i or j < i - left)
+    expected = dense_attention(query.cpu(), key.cpu(), value.cpu(), hidden, 0.125)
+    error = (output.cpu().double() - expected).norm() / expected.norm()
+    assert error < (1e-2 if dtype == torch.bfloat16 else 1e-3)
 
 
 def test_attention_backend_of_the_config_is_honoured() -> None:

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import time
@@ -465,6 +466,19 @@ def test_cache_is_found_again_and_follows_content(corpus: Path, cache_dir: str) 
     with open(corpus / "sub0" / "00.txt", "a") as stream:
         stream.write("more")
     assert build()[0] != first[0]
+
+
+def test_full_disk_is_one_error_and_leaves_nothing(corpus: Path, cache_dir: str) -> None:
+    root = Path(cache_dir_made(cache_dir))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"can't write the token cache in .*: File too large"):
+            open_or_build(list_files(str(corpus)), ByteTokenizer(), root)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.suffix for p in root.iterdir()] == [".lock"]
+    assert open_or_build(list_files(str(corpus)), ByteTokenizer(), root).num_tokens > 10_000
 
 
 def test_damaged_cache_is_made_anew(corpus: Path, cache_dir: str, caplog: pytest.LogCaptureFixture) -> None:

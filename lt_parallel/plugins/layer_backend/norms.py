@@ -27,7 +27,7 @@ def _mark(module: nn.Module, config: TransformerConfig) -> None:
 
 
 def _operands(x: Tensor, weight: Tensor, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """Input and weight in one precision: the input's, or fp32 for a zero-centred weight (bf16 would lose it in 1 + w)."""
+    """Input and weight in one precision: the input's, or fp32 for a zero-centred weight, which bf16 would lose."""
     if zero_centered:
         return x.float(), weight.float() + 1.0
     return x, weight.to(x.dtype)

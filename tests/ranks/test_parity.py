@@ -1,0 +1,92 @@
+"""The same numbers at every layout: loss and gradient norm of ten steps against one process, and against bare Megatron."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.ranks.parity_runs import STEPS, train_with_core_loop, train_with_trainer
+from tests.support.ranks import run_ranks
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "dp4": (4, {}),
+    "dp2+optim": (2, {"data_parallel_sharding_strategy": "optim"}),
+    "dp4+optim": (4, {"data_parallel_sharding_strategy": "optim"}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "tp4+sp": (4, {"tensor_model_parallel_size": 4, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp4": (4, {"pipeline_model_parallel_size": 4}),
+    "pp2 vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "tp2 pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tp2 pp2 sp dp2": (
+        8,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "tp2 pp2 sp dp2 optim": (
+        8,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "data_parallel_sharding_strategy": "optim",
+        },
+    ),
+    "pp2 vpp2 dp2 optim": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim",
+        },
+    ),
+    "layout Et|ttt|L over pp3": (
+        3,
+        {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et|ttt|L"},
+    ),
+    "layout Et|tt|t|L over pp2": (2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|L"}),
+}
+
+LOSS_TOLERANCE = 5e-6  # absolute, nats
+GRAD_NORM_TOLERANCE = 5e-5  # relative
+
+
+@cache
+def single_process(shape: str) -> dict[str, list[float]]:
+    return run_ranks(train_with_trainer, 1, shape, 1, {})[0]
+
+
+def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]], where: str) -> None:
+    for name, tolerance, relative in (
+        ("loss", LOSS_TOLERANCE, False),
+        ("val_loss", LOSS_TOLERANCE, False),
+        ("grad_norm", GRAD_NORM_TOLERANCE, True),
+    ):
+        if name not in expected:
+            continue
+        assert len(found[name]) == len(expected[name]), (where, name)
+        for step, (value, reference) in enumerate(zip(found[name], expected[name], strict=True)):
+            limit = tolerance * (abs(reference) if relative else 1.0)
+            assert abs(value - reference) <= limit, f"{where}: {name} of step {step}: {value!r}, not {reference!r}"
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_single_process_equals_bare_megatron_core(shape: str) -> None:
+    expected = run_ranks(train_with_core_loop, 1, shape)[0]
+    found = single_process(shape)
+    assert len(found["loss"]) == STEPS
+    assert found["loss"][-1] < found["loss"][0] - 0.05, "the loss must move, or equal losses prove nothing"
+    assert_close(found, expected, "Trainer on one process")
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_equals_single_process(layout: str, shape: str) -> None:
+    world_size, strategy = LAYOUTS[layout]
+    every_rank = run_ranks(train_with_trainer, world_size, shape, world_size, strategy)
+    assert_close(every_rank[0], single_process(shape), f"{shape} at {layout}")
+    for rank, numbers in enumerate(every_rank):
+        assert numbers == every_rank[0], f"rank {rank} saw other numbers than rank 0"
