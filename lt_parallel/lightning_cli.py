@@ -262,7 +262,8 @@ def _short_path(path: Path) -> str:
 
 # ------------------------------------------------------------------ messages
 
-_NO_MATCH = re.compile(r"Expected a <class '(str|NoneType)'>")
+#: What a union's other types say about a value that was not meant for them.
+_NO_MATCH = re.compile(r"Expected a (<class '[\w.]+'>|path but)")
 
 
 def tidy_message(message: str) -> str:
@@ -276,15 +277,16 @@ def tidy_message(message: str) -> str:
     """
     message = _dedent(message)
     if key := re.match(r'Parser key "([\w.]+)":\s*', message):
-        return f"--{key[1]}: {_with_suggestion(tidy_message(message[key.end() :]), key[1])}"
+        reason = _with_suggestion(tidy_message(message[key.end() :]), key[1])
+        return f"--{key[1]}.{reason[2:]}" if re.match(r"--\w+: ", reason) else f"--{key[1]}: {reason}"
     if cls := re.match(r"Problem with given class_path '([\w.]+)':\s*", message):
         return f"{cls[1].rsplit('.', 1)[-1]}: {tidy_message(message[cls.end() :])}"
-    if not message.startswith("Does not validate against any of the Union subtypes"):
+    if message.startswith("Does not validate against any of the Union subtypes"):
+        errors = re.search(r"\nErrors:\n(.*?)\nGiven value type:", message, flags=re.DOTALL)
+        return tidy_message(textwrap.dedent(errors[1])) if errors else message
+    if not message.startswith("- "):
         return message
-    errors = re.search(r"\nErrors:\n(.*?)\nGiven value type:", message, flags=re.DOTALL)
-    if errors is None:
-        return message
-    reasons = re.split(r"^- ", textwrap.dedent(errors[1]), flags=re.MULTILINE)[1:]
+    reasons = re.split(r"^- ", message, flags=re.MULTILINE)[1:]
     telling = [reason for reason in reasons if not _NO_MATCH.match(reason)]
     return "; ".join(map(tidy_message, telling or reasons))
 

@@ -50,6 +50,7 @@ NOISE: tuple[Noise, ...] = (
     Noise("The '(train|val|test|predict)_dataloader' does not have many workers", "samples come from memory", UserWarning),
     Noise("No CUDA runtime is found", "said on any machine with a CUDA folder and no GPU", "torch.utils.cpp_extension"),
     Noise("GPTModel IS DEPRECATED", "said per model chunk", "megatron.core.models.gpt.gpt_model", keep="first"),
+    Noise("MCore's async save is deprecated", "not used here", "megatron.core.dist_checkpointing.strategies.torch"),
     *(Noise(r"💡 Tip:", "advertises other packages", name) for name in _RANK_ZERO_LOGGERS),
     *(Noise(r"TPU available: False", "no TPUs here", name) for name in _RANK_ZERO_LOGGERS),
     Noise(r"\[rank: [1-9]\d*\] Seed set to", "rank 0 says it", "lightning.fabric.utilities.seed"),

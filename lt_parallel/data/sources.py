@@ -7,6 +7,7 @@ see half a word or half a UTF-8 character, and a file may be larger than memory.
 
 import glob
 import os
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from lt_parallel.data.errors import DataError
 
 PIECE_BYTES = 128 << 10  # small enough that a batch of pieces keeps many cores busy
 _SNIFF_BYTES = 8192
+
+#: In place of a path: text that is on every machine with a Python.
+PYTHON_STDLIB = "python:stdlib"
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ def list_files(paths: str | Sequence[str], pattern: str | None = None) -> list[S
     """List the files that ``paths`` names, each once, in a fixed order.
 
     Args:
-        paths: Files, folders (searched recursively) and globs (``**`` allowed), one or several.
+        paths: Files, folders (searched recursively) and globs (``**`` allowed), one or several; "python:stdlib" names
+            the .py files of the running Python's standard library, without its tests.
         pattern: Glob below each folder, such as ``**/*.py``. None: every file that isn't hidden and looks like text.
 
     Raises:
@@ -75,6 +81,8 @@ def list_files(paths: str | Sequence[str], pattern: str | None = None) -> list[S
 
 def _expand(text: str, pattern: str | None) -> list[SourceFile]:
     """Files behind one entry of ``paths``."""
+    if text == PYTHON_STDLIB:
+        return _standard_library()
     path = Path(text).expanduser()
     if path.is_dir():
         return _folder_files(path, pattern)
@@ -84,6 +92,17 @@ def _expand(text: str, pattern: str | None) -> list[SourceFile]:
         return _glob_files(text)
     parent = next(p for p in path.absolute().parents if p.exists())
     raise DataError(f"paths: {text!r} doesn't exist (the nearest folder that does is {str(parent)!r})")
+
+
+def _standard_library() -> list[SourceFile]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for here, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _NOT_STDLIB)
+        files += [_describe(Path(here, name)) for name in sorted(names) if name.endswith(".py")]
+    if not files:
+        raise DataError(f"paths: {PYTHON_STDLIB!r} finds no .py file below {str(root)!r}; give a folder with text")
+    return files
 
 
 def _folder_files(folder: Path, pattern: str | None) -> list[SourceFile]:

@@ -103,9 +103,8 @@ class FileTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"tokenizer={self.spec!r} has an empty vocabulary")
-        self._known_ids = max(vocabulary.values()) + 1
         self.eod = self._find_eod(vocabulary, eod_token)
-        self.vocab_size = max(self._known_ids, self.eod + 1)
+        self.vocab_size = max(*vocabulary.values(), self.eod) + 1
         content = self._tokenizer.to_str() + f"|eod={self.eod}"
         self.fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
@@ -118,7 +117,7 @@ class FileTokenizer:
                     + (f"; it has {', '.join(map(repr, known))}" if known else "")
                 )
             return vocabulary[eod_token]
-        return next((vocabulary[name] for name in EOD_NAMES if name in vocabulary), self._known_ids)
+        return next((vocabulary[name] for name in EOD_NAMES if name in vocabulary), max(vocabulary.values()) + 1)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without the special tokens that the file's post-processor would add."""
@@ -126,8 +125,7 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""
-        known = [i for i in map(int, ids) if i < self._known_ids]
-        return str(self._tokenizer.decode(known, skip_special_tokens=True))
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def encode_pieces(self, pieces: Sequence[Piece]) -> list[Tokens]:
         """Ids of each piece, on all cores.

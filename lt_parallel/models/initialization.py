@@ -90,7 +90,7 @@ def defer_initialization(config: TransformerConfig) -> None:
 def initialize_chunks(chunks: Sequence[MegatronModule], seed: int) -> None:
     """Draw the parameters of this rank's model chunks.
 
-    Biases, norms and whatever else was built with zeros or ones stay as they are. Time is about 16 ns per parameter
+    Biases, norms and whatever else was built with zeros or ones stay as they are. Time is about 20 ns per parameter
     and thread (``torch.get_num_threads()``); memory beyond the model's is a few MiB per thread.
 
     Args:

@@ -33,8 +33,8 @@ from lt_parallel.plugins.checkpoint_io import MegatronCheckpointIO
 from lt_parallel.plugins.precision import MegatronPrecision
 from lt_parallel.settings import Contributor, Settings
 from lt_parallel.strategies.failure import FailureWatch
-from lt_parallel.strategies.log_capture import one_log_per_step
-from lt_parallel.strategies.micro_batches import MicroBatchLoader, with_global_order
+from lt_parallel.strategies.log_capture import logs_weighted_by, one_log_per_step
+from lt_parallel.strategies.micro_batches import MicroBatchLoader, num_samples, require_every_rank, with_global_order
 from lt_parallel.strategies.model_chunks import ChunkedModule, build_chunks, is_chunked
 from lt_parallel.strategies.step_metrics import StepMetrics, StepMetricsReducer
 from lt_parallel.topology import ParallelSizes
@@ -573,6 +573,8 @@ class MegatronParallelStrategy(ParallelStrategy):
             return dataloader
         replicas = self.sizes.data_parallel_size
         ordered = with_global_order(dataloader, replicas, self.data_parallel_rank)
+        if not trainer.training and not is_chunked(module):
+            require_every_rank(ordered, replicas)
         return MicroBatchLoader(
             ordered,
             num_microbatches=self._microbatches_of(dataloader),
@@ -625,7 +627,8 @@ class MegatronParallelStrategy(ParallelStrategy):
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self._optimizer.clear_gradients()
-        with one_log_per_step(module, len(batch)):
+        samples = num_samples(batch[0]) * len(batch)
+        with one_log_per_step(module, samples):
             metrics = self._schedule.run(
                 batch, self._chunk_step("training_step", batch_idx), self._loss_function(), forward_only=False
             )
@@ -633,7 +636,7 @@ class MegatronParallelStrategy(ParallelStrategy):
         loss = reduced.pop("loss").mean
         if reduced:
             module.log_dict({name: value.mean for name, value in reduced.items()}, batch_size=1)
-        self.consumed_samples += self._samples_in(batch)
+        self.consumed_samples += samples * self.sizes.data_parallel_size
         return {"loss": loss}
 
     def _chunk_step(self, method: str, *args: Any) -> Callable[[Any, Any], Any]:
@@ -697,15 +700,6 @@ class MegatronParallelStrategy(ParallelStrategy):
         optimizer: Any = self.optimizers[0]
         return optimizer
 
-    def _samples_in(self, batch: Sequence[Any]) -> int:
-        if self._global_batch_size is not None:
-            return self._global_batch_size
-        first = batch[0]
-        while not isinstance(first, Tensor):
-            values = list(first.values()) if isinstance(first, Mapping) else first
-            first = values[0]
-        return len(first) * len(batch) * self.sizes.data_parallel_size
-
     @override
     def validation_step(self, batch: list[Any], batch_idx: int, *args: Any) -> Any:
         return self._evaluation_step("validation_step", batch, batch_idx, *args)
@@ -721,8 +715,7 @@ class MegatronParallelStrategy(ParallelStrategy):
         assert module is not None and self._schedule is not None and self._reducer is not None
         with whole_parameters(self._wrapped):
             if not is_chunked(module):
-                outputs = [getattr(module, method)(micro_batch, *args) for micro_batch in batch]
-                return outputs[-1] if outputs else None
+                return self._evaluate_plain(module, getattr(module, method), batch, args)
             metrics: StepMetrics | None
             metrics = self._schedule.run(
                 batch, self._chunk_step(method, *args), self._loss_function(), forward_only=True
@@ -733,6 +726,14 @@ class MegatronParallelStrategy(ParallelStrategy):
                 # Weighted, so that the epoch's mean is over tokens; equal on every rank, so the sync changes nothing.
                 module.log(name, value.mean, batch_size=int(value.weight), sync_dist=True)
         return {"loss": reduced["loss"].mean} if reduced else None
+
+    @staticmethod
+    def _evaluate_plain(module: L.LightningModule, step: Callable[..., Any], batch: list[Any], args: Any) -> Any:
+        output = None
+        for micro_batch in batch:
+            with logs_weighted_by(module, num_samples(micro_batch)):
+                output = step(micro_batch, *args)
+        return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:

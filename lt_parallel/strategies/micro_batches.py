@@ -10,10 +10,11 @@ some); and a resumed epoch skips what was consumed without loading it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 
@@ -94,6 +95,30 @@ def _is_ordinary(dataloader: Any) -> bool:
         and type(dataloader.sampler) is DistributedSampler
         and type(dataloader.batch_sampler) is BatchSampler
     )
+
+
+def require_every_rank(dataloader: Any, num_replicas: int) -> None:
+    """Refuses evaluation data that leave a rank without a sample: it would miss in the collectives of `self.log`.
+
+    Raises:
+        ValueError: Fewer samples than data-parallel ranks.
+    """
+    if isinstance(getattr(dataloader, "batch_sampler", None), BatchSampler) and len(dataloader.dataset) < num_replicas:
+        raise ValueError(
+            f"the evaluation data hold {len(dataloader.dataset)} samples, fewer than the data-parallel size "
+            f"{num_replicas}; add samples or use fewer devices"
+        )
+
+
+def num_samples(micro_batch: Any) -> int:
+    """Samples in a micro batch: the first dimension of the first tensor found; 1 if there is none."""
+    if isinstance(micro_batch, Tensor):
+        return len(micro_batch) if micro_batch.dim() else 1
+    if isinstance(micro_batch, Mapping):
+        micro_batch = list(micro_batch.values())
+    if isinstance(micro_batch, Sequence) and not isinstance(micro_batch, str) and micro_batch:
+        return num_samples(micro_batch[0])
+    return 1
 
 
 class MicroBatchLoader:

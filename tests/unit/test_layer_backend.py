@@ -118,6 +118,14 @@ def test_band_mask_is_aligned_to_the_bottom_right() -> None:
     assert band_mask(2, 4, -1, 1, torch.device("cpu")).int().tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
 
 
+def test_mask_made_in_inference_serves_training() -> None:
+    attention, inputs = make_attention(make_config(window_size=(5, 0))), make_inputs(11, 11, 2, 2)
+    with torch.inference_mode():
+        attention(*inputs, None)
+    attention(*inputs, None).sum().backward()
+    assert all(tensor.grad is not None for tensor in inputs)
+
+
 def test_explicit_mask_adds_to_the_causal_one() -> None:
     length = 6
     padding = torch.zeros(BATCH, 1, 1, length, dtype=torch.bool)
@@ -214,6 +222,7 @@ def test_cuda_tensors_stay_there_and_are_grouped_only_where_a_fused_kernel_takes
         expanded, _ = _expand_groups_if_needed(query, key, key, mask)
         assert expanded.size(2) == heads
         output = attention(query, key, key, None)
+    band_mask.cache_clear()  # it holds a fake mask
     assert (output.shape, output.device.type, output.dtype) == ((16, BATCH, 4 * CHANNELS), "cuda", dtype)
 
 

@@ -410,6 +410,14 @@ def test_what_size_errors_propose_is_valid() -> None:
     assert tried > 100
 
 
+def test_hierarchical_context_groups_by_hand() -> None:
+    sizes = ParallelSizes(world_size=16, tensor_model_parallel_size=2, context_parallel_size=4)
+    assert sizes.groups("cp") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    near, far = sizes.hierarchical_context_groups([2, 2])
+    assert near == [[0, 2], [4, 6], [1, 3], [5, 7], [8, 10], [12, 14], [9, 11], [13, 15]]
+    assert far == [[0, 4], [2, 6], [1, 5], [3, 7], [8, 12], [10, 14], [9, 13], [11, 15]]
+
+
 def test_hierarchical_size_errors() -> None:
     sizes = ParallelSizes(world_size=16, context_parallel_size=8)
     with pytest.raises(ValueError) as error:

@@ -60,12 +60,13 @@ def band_mask(q_len: int, k_len: int, left: int, right: int, device: torch.devic
         Boolean ``[q_len, k_len]``, True where a key takes part.
     """
     offset = k_len - q_len
-    mask = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
-    if left != _UNLIMITED:
-        mask = mask.triu(offset - left)
-    if right != _UNLIMITED:
-        mask = mask.tril(offset + right)
-    return mask
+    with torch.inference_mode(False):  # else a mask first made for inference couldn't be used in training
+        mask = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
+        if left != _UNLIMITED:
+            mask = mask.triu(offset - left)
+        if right != _UNLIMITED:
+            mask = mask.tril(offset + right)
+        return mask
 
 
 class TorchDotProductAttention(MegatronModule):
