@@ -14,14 +14,14 @@ import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import lightning.pytorch as L
 import torch
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from typing_extensions import override
 
 from lt_parallel import outcome
 from lt_parallel.data.indexed import IndexedDataModule
@@ -31,7 +31,7 @@ from lt_parallel.outcome import CommandError
 from lt_parallel.strategies import MegatronParallelStrategy
 from lt_parallel.strategies.failure import FailureWatch
 
-#: What the command line uses where no class is named.
+#: What the command line uses where neither it nor a configuration names a class.
 DEFAULT_CLASSES: dict[str, type] = {
     "trainer.strategy": MegatronParallelStrategy,
     "model": GPTModule,
@@ -140,6 +140,32 @@ class SaveConfig(Callback):
         return path
 
 
+class EndOnSigterm(Callback):
+    """Lets SIGTERM end the job at once, except where SLURM sends it before it requeues the job."""
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._install(trainer)
+
+    @override
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._install(trainer)
+
+    @override
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._install(trainer)
+
+    @override
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._install(trainer)
+
+    @staticmethod
+    def _install(trainer: L.Trainer) -> None:
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        if not getattr(environment, "auto_requeue", False):
+            outcome.end_on_sigterm()
+
+
 class MegatronCLI(LightningCLI):
     """One sub-command, parsed and run.
 
@@ -147,10 +173,14 @@ class MegatronCLI(LightningCLI):
         command: `fit`, `validate`, `test` or `predict`.
         arguments: What follows it on the command line.
         run: Whether to run it; False: parse and make the objects only.
+        callbacks: For the Trainer, beside those of the configuration.
     """
 
-    def __init__(self, command: str, arguments: Sequence[str], run: bool = True) -> None:
+    def __init__(
+        self, command: str, arguments: Sequence[str], run: bool = True, callbacks: Sequence[Callback] = ()
+    ) -> None:
         self.command = command
+        self._arguments = list(arguments)
         self._runs = run
         self._predictions: list[Any] = []
         super().__init__(
@@ -160,6 +190,7 @@ class MegatronCLI(LightningCLI):
             parser_class=CommandParser,
             parser_kwargs={"prog": "lt-parallel"},
             save_config_callback=SaveConfig,  # type: ignore[arg-type]
+            trainer_defaults={"callbacks": [EndOnSigterm(), *callbacks]},
             args=[command, *_with_help_classes(arguments)],
         )
 
@@ -169,13 +200,21 @@ class MegatronCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self._subcommand_parsers[self.command].explains_classes = True
+        own: Any = self._subcommand_parsers[self.command]
+        own.explains_classes = True
         self.config = parser.parse_args(args)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("data.vocab_size", "model.init_args.vocab_size", apply_on="instantiate")
-        parser.set_defaults({key: {"class_path": _class_path(cls)} for key, cls in DEFAULT_CLASSES.items()})
+        # Not where a class is named: jsonargparse would hand the default class's arguments on to it.
+        parser.set_defaults(
+            {
+                key: {"class_path": _class_path(cls)}
+                for key, cls in DEFAULT_CLASSES.items()
+                if not _names_class(self._arguments, key)
+            }
+        )
 
     @override
     def after_instantiate_classes(self) -> None:
@@ -199,7 +238,7 @@ class MegatronCLI(LightningCLI):
 
     def summary(self) -> str:
         """The line that a run ends with."""
-        trainer = self.trainer
+        trainer: Any = self.trainer
         facts = []
         if self.command == "fit":
             facts.append(f"{trainer.global_step} steps")
@@ -244,6 +283,30 @@ def gather_predictions(trainer: L.Trainer, own: Sequence[Any]) -> list[Any]:
     return [shares[r][i] for i in range(rounds) for r in sorted(shares) if i < len(shares[r])]
 
 
+def _names_class(arguments: Sequence[str], key: str) -> bool:
+    """Whether the command line or one of its configuration files says what `key` is."""
+    if any(argument == f"--{key}" or argument.startswith(f"--{key}=") for argument in arguments):
+        return True
+    following = [*arguments[1:], ""]
+    configs = [
+        argument.partition("=")[2] or after
+        for argument, after in zip(arguments, following, strict=True)
+        if argument.partition("=")[0] in ("--config", "-c")
+    ]
+    return any(_has_key(Path(config), key.split(".")) for config in configs)
+
+
+def _has_key(file: Path, keys: list[str]) -> bool:
+    """Whether a YAML file has a nested key; a file that can't be read has none, and is reported by the parser."""
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content is not None
+
+
 def _with_help_classes(arguments: Sequence[str]) -> list[str]:
     """`--model.help` explains the class that is the default, not the abstract one."""
     plain = {f"--{key}.help": f"--{key}.help={_class_path(cls)}" for key, cls in DEFAULT_CLASSES.items()}
@@ -267,7 +330,7 @@ _NO_MATCH = re.compile(r"Expected a (<class '[\w.]+'>|path but)")
 
 
 def tidy_message(message: str) -> str:
-    """jsonargparse's report on a union of types, reduced to what the user can act on.
+    """What jsonargparse reports on a union of types, reduced to what the user can act on.
 
     Args:
         message: As jsonargparse gives it, e.g. "Parser key "model": Does not validate against any of the Union ...".

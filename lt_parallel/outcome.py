@@ -13,11 +13,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import sysconfig
 import textwrap
+import threading
+import time
 import traceback
 from argparse import ArgumentError
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from lt_parallel.quiet import debugging
@@ -44,6 +48,7 @@ def run_command(command: Callable[[], int]) -> int:
     Returns:
         The exit status. A process of a job of several ranks doesn't come back from an error, it ends.
     """
+    _end_with_launcher()
     try:
         return command()
     except (CommandError, ArgumentError) as error:
@@ -67,6 +72,35 @@ def announce(failed_rank: int, reason: str) -> None:
         _say(reason, hint=True)
         _end_children()
     _flush()
+
+
+def end_on_sigterm() -> None:
+    """Makes SIGTERM end the job; call it when the run has begun.
+
+    Lightning's own handler begins a collective wherever the signal meets each rank, and so may wait for ever.
+    """
+    signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(signum: int, frame: FrameType | None) -> None:
+    if started_by_user():
+        _say("ended by SIGTERM", hint=False)
+        _end_children()
+    _leave(128 + signum)
+
+
+def _end_with_launcher() -> None:
+    """Ends a process that Lightning's launcher started when the process that started it is gone."""
+    if started_by_user() or "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        return
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lt_parallel-end-with-launcher", daemon=True).start()
 
 
 def explain(error: Exception) -> str:
@@ -93,8 +127,8 @@ def place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
-    package = str(Path(__file__).parent)
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith((package, "<"))]
+    not_own = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(not_own)]
     frame = (own or frames)[-1]
     return f" ({frame.filename}:{frame.lineno} in {frame.name})"
 

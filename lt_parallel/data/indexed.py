@@ -59,6 +59,7 @@ class IndexedDataModule(L.LightningDataModule):
         path_to_cache: Folder for sample indices, which all nodes must share. None: ~/.cache/lt_parallel.
         random_seed: Seed of Megatron Core's shuffling.
         tokenizer: "bytes" or the path of a tokenizers library JSON file: what the pairs were written with.
+        eod_token: Name of the end-of-document token in the tokenizer file, if it was named when the pairs were written.
         vocab_size: Vocabulary size, instead of a tokenizer.
         eod_id: End-of-document id, instead of a tokenizer's; needed by eod_mask_loss only.
         eod_mask_loss: Leave the prediction that follows an end-of-document token out of the loss.
@@ -81,6 +82,7 @@ class IndexedDataModule(L.LightningDataModule):
         path_to_cache: str | None = None,
         random_seed: int = 1234,
         tokenizer: str | None = None,
+        eod_token: str | None = None,
         vocab_size: int | None = None,
         eod_id: int | None = None,
         eod_mask_loss: bool = False,
@@ -99,6 +101,10 @@ class IndexedDataModule(L.LightningDataModule):
                 f"tokenizer={tokenizer!r} gives vocab_size and eod_id itself; leave out vocab_size={vocab_size} and "
                 f"eod_id={eod_id}, or the tokenizer"
             )
+        if eod_token is not None and tokenizer is None:
+            raise DataError(
+                f"eod_token={eod_token!r} is a name in a tokenizer file: give tokenizer too, or eod_id instead"
+            )
         if eod_mask_loss and tokenizer is None and eod_id is None:
             raise DataError("eod_mask_loss=True needs the end-of-document id: give tokenizer or eod_id")
         self.shares = _parse_split(split)
@@ -110,6 +116,7 @@ class IndexedDataModule(L.LightningDataModule):
         self.path_to_cache = path_to_cache
         self.random_seed = random_seed
         self.tokenizer_spec = tokenizer
+        self.eod_token = eod_token
         self.eod_mask_loss = eod_mask_loss
         self.num_workers = num_workers
         self._vocab_size = vocab_size
@@ -119,7 +126,7 @@ class IndexedDataModule(L.LightningDataModule):
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, loaded on first use; None if none was given."""
-        return None if self.tokenizer_spec is None else build_tokenizer(self.tokenizer_spec)
+        return None if self.tokenizer_spec is None else build_tokenizer(self.tokenizer_spec, self.eod_token)
 
     @property
     def vocab_size(self) -> int:

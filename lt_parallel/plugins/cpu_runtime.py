@@ -212,7 +212,6 @@ CUDA: Final = StandIn(
     device=_null_context,
     set_device=_nothing,
     is_available=lambda: False,  # asked before GPU kernels and Transformer Engine's tensors are chosen
-    is_initialized=lambda: False,
     is_current_stream_capturing=lambda: False,
     _lazy_init=_nothing,
     _lazy_call=lambda function: function(),

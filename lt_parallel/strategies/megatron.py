@@ -580,6 +580,7 @@ class MegatronParallelStrategy(ParallelStrategy):
             num_microbatches=self._microbatches_of(dataloader),
             num_replicas=replicas,
             complete_only=trainer.training,
+            seed=self.seed + self.data_parallel_rank,
         )
 
     def _microbatches_of(self, dataloader: Any) -> int:
@@ -843,9 +844,9 @@ class MegatronParallelStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        from lt_parallel.strategies.sharded_state import load_rng
+        from lt_parallel.strategies.sharded_state import load_optimizer, load_rng
 
-        self._optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+        load_optimizer(self._optimizer.core, checkpoint["optimizer_states"][0])
         self.consumed_samples = checkpoint["consumed_samples"]
         if "rng_state" in checkpoint:
             load_rng(checkpoint["rng_state"])

@@ -130,13 +130,19 @@ class MicroBatchLoader:
         num_replicas: Data-parallel size.
         complete_only: Training: only steps whose global batch is complete. Otherwise the last list may be shorter, even
             empty on some ranks, so that every rank takes the same number of steps.
+        seed: For the seeds of the loader's workers. By itself a loader draws them from torch's global generator, which
+            a resumed run would then find at another place.
 
     Raises:
         ValueError: Training data that don't fill one global batch.
     """
 
-    def __init__(self, dataloader: Any, *, num_microbatches: int, num_replicas: int, complete_only: bool) -> None:
+    def __init__(
+        self, dataloader: Any, *, num_microbatches: int, num_replicas: int, complete_only: bool, seed: int = 0
+    ) -> None:
         self.dataloader = dataloader
+        if isinstance(dataloader, DataLoader) and dataloader.generator is None:
+            dataloader.generator = torch.Generator().manual_seed(seed)
         self.num_microbatches = num_microbatches
         self._num_replicas = num_replicas
         self._complete_only = complete_only

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,10 +50,70 @@ def optimizer_sharded_state(core: Any, wrapped: Sequence[Any], groups: Any, *, i
         groups: The `ProcessGroupCollection`.
         is_loading: Whether it is a template to load into.
     """
+    if is_loading:
+        _create_adam_states(core)
     state: dict[str, Any] = core.sharded_state_dict(
         model_sharded_state(wrapped, groups), is_loading=is_loading, metadata=_metadata(groups)
     )
     return state
+
+
+def _torch_adams(core: Any) -> Iterator[torch.optim.Optimizer]:
+    for part in core.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.Adam):
+            yield part.optimizer
+
+
+def _create_adam_states(core: Any) -> None:
+    """Makes the states that a checkpoint is read into.
+
+    Megatron Core's distributed optimizer expects them before it loads when torch's Adam does the step (no Apex, no
+    TransformerEngine): without them it fails on the missing step count.
+    """
+    for optimizer in _torch_adams(core):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def load_optimizer(core: Any, state: Mapping[str, Any]) -> None:
+    """Puts optimizer states back, each parameter with its own step count.
+
+    Without Apex or TransformerEngine, Megatron Core either gives all parameters one step tensor, which torch's Adam then
+    counts up once per parameter, or leaves it as it was before the load.
+
+    Args:
+        core: Megatron Core's optimizer.
+        state: What was read into `optimizer_sharded_state(..., is_loading=True)`.
+    """
+    steps = [_saved_step(part) for part in _part_states(core, state)]
+    with torch.no_grad():  # an fp32 shard is a view of its parameter
+        core.load_state_dict(state)
+    for part, step in zip(core.chained_optimizers, steps, strict=True):
+        if step is None:
+            continue
+        for parameter_state in part.optimizer.state.values():
+            if isinstance(parameter_state.get("step"), torch.Tensor):
+                parameter_state["step"] = torch.full_like(parameter_state["step"], step)
+
+
+def _part_states(core: Any, state: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
+    """The state of each chained optimizer; Megatron Core leaves out the level when there is one."""
+    count = len(core.chained_optimizers)
+    return [state] if count == 1 else [state[index] for index in range(count)]
+
+
+def _saved_step(part: Mapping[str, Any]) -> float | None:
+    """Where Megatron Core's optimizers keep the number of steps done; None if torch's Adam isn't the one that steps."""
+    inner = part.get("optimizer", part)  # the distributed and the mixed precision optimizer nest torch's state
+    step = inner.get("state", {}).get("common_step")
+    if step is None:
+        step = next((group["step"] for group in inner["param_groups"] if "step" in group), None)
+    return None if step is None else float(step)
 
 
 def rng_sharded_state(sizes: ParallelSizes, rank: int) -> Any:

@@ -247,12 +247,12 @@ def time_initialization() -> float:
     initialize_parallel(layout)
     fields = {"num_layers": 2, "hidden_size": 768, "ffn_hidden_size": 3072, "num_attention_heads": 12}
     chunks = build_chunks("gpt2", layout, seed=None, vocabulary=50304, **fields)
-    start = time.perf_counter()
+    start = time.process_time()
     initialize_chunks(chunks, 0)
-    return (time.perf_counter() - start) / sum(param.numel() for param in chunks[0].parameters())
+    return (time.process_time() - start) / sum(param.numel() for param in chunks[0].parameters())
 
 
 def test_it_takes_seconds_per_hundred_million_parameters() -> None:
-    """About 20 ns per parameter on one thread of a quiet machine; the limit allows for a busy one."""
+    """About 20 ns of processor time per parameter; the limit allows for slower machines."""
     (seconds_per_parameter,) = run_ranks(time_initialization, 1)
-    assert seconds_per_parameter < 150e-9
+    assert seconds_per_parameter < 100e-9

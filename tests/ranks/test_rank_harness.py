@@ -195,7 +195,7 @@ def killed_session(tmp_path: Path) -> Iterator[list[int]]:
     session = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "LT_PARALLEL_TEST_PRELOAD": "0"})
     files = [tmp_path / f"{rank}.pid" for rank in range(2)]
     try:
-        _wait_until(lambda: all(file.exists() and file.stat().st_size for file in files), 60)
+        _wait_until(lambda: all(file.exists() and file.stat().st_size for file in files), 200)
     finally:
         session.kill()
         session.wait()

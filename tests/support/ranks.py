@@ -252,8 +252,8 @@ def _memory_overrun(ranks: list[_Rank], memory_gib: float) -> _Failure | None:
 def _timeout(ranks: list[_Rank], timeout_s: float) -> _Failure:
     """Asks the ranks that still run to write their stacks, and names them."""
     running = [rank for rank in ranks if rank.process.is_alive()]
-    for rank in running:
-        os.kill(rank.process.pid, signal.SIGUSR1)
+    for pid in filter(None, (rank.process.pid for rank in running)):
+        os.kill(pid, signal.SIGUSR1)
     time.sleep(_STACK_DUMP_S)
     names = ", ".join(str(rank.index) for rank in running)
     late = [rank for rank in running if rank.reported]

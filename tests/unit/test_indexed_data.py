@@ -266,6 +266,7 @@ def test_text_shorter_than_one_sequence(tmp_path: Path, options: dict[str, Any])
         ({"weights": [float("nan")]}, "must all be above 0"),
         ({"vocab_size": 5}, "leave out vocab_size=5 and eod_id=None"),
         ({"tokenizer": None, "eod_mask_loss": True}, "give tokenizer or eod_id"),
+        ({"tokenizer": None, "eod_token": "</s>"}, "give tokenizer too, or eod_id instead"),
         ({"tokenizer": "no.json"}, "neither 'bytes' nor a file"),
         ({"train_samples": 0}, "train_samples=0 must be at least 1"),
         ({"seq_length": 0}, "seq_length=0 must be at least 1"),

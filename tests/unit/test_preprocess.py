@@ -139,6 +139,24 @@ def test_failed_overwrite_keeps_the_old_pair(tmp_path: Path) -> None:
     assert read_pair(tmp_path / "p", "<u2") == [[*b"first"]]
 
 
+def test_overwrite_cut_off_between_the_files_leaves_no_false_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    run(tmp_path / "a.txt", "--output-prefix", tmp_path / "p")
+    replace = Path.replace
+
+    def stop_before_the_index(self: Path, target: Path) -> Path:
+        if target.suffix == ".idx":
+            raise OSError(5, "the disk went away")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", stop_before_the_index)
+    with pytest.raises(DataError, match="the disk went away"):
+        run(tmp_path / "a.txt", "--output-prefix", tmp_path / "p", "--overwrite")
+    assert not (tmp_path / "p.idx").exists(), "the old index would stand beside the new .bin"
+
+
 def test_no_text_and_missing_input(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
     with pytest.raises(DataError, match="the input holds no text: 1 files, 2 empty documents"):

@@ -183,6 +183,15 @@ def test_shuffle_draws_every_sample_once_in_an_order_from_the_seed(corpus: Path,
     assert sorted(one) == sorted(plain) == sorted(other)
 
 
+def test_worker_processes_give_the_same_batches(corpus: Path, cache_dir: str) -> None:
+    batches = []
+    for num_workers in (0, 1):
+        data = TextDataModule(str(corpus), seq_length=64, shuffle=False, num_workers=num_workers, cache_dir=cache_dir)
+        data.setup("fit")
+        batches.append([batch["labels"].tolist() for batch in data.train_dataloader()])
+    assert batches[0] == batches[1] and len(batches[0]) > 100
+
+
 def test_prompts_keep_order_and_length(tmp_path: Path) -> None:
     prompts = ["def ", "import", "x"]
     data = TextDataModule(str(tmp_path / "not there"), seq_length=8, predict_prompts=prompts)
