@@ -1,5 +1,60 @@
-"""Megatron Core's parallelism for PyTorch Lightning's Trainer."""
+"""Megatron Core's parallelism for PyTorch Lightning's Trainer.
+
+Importing the package costs next to nothing: PyTorch, Lightning and Megatron Core are imported when one of the names
+below is first asked for, Megatron Core only when a run needs it. What must happen at once is the finder, which has to
+be in place before `megatron.core` is imported by anybody.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from lt_parallel.runtime import install_finder
 
 install_finder()
+
+if TYPE_CHECKING:
+    from lt_parallel.data.indexed import IndexedDataModule
+    from lt_parallel.data.text import TextDataModule
+    from lt_parallel.models.gpt import GPTModule
+    from lt_parallel.plugins.checkpoint_io import MegatronCheckpointIO
+    from lt_parallel.plugins.precision import MegatronPrecision
+    from lt_parallel.strategies.megatron import MegatronParallelStrategy
+
+    __version__: str
+
+__all__ = [
+    "GPTModule",
+    "IndexedDataModule",
+    "MegatronCheckpointIO",
+    "MegatronParallelStrategy",
+    "MegatronPrecision",
+    "TextDataModule",
+    "__version__",
+]
+
+_HOMES = {
+    "GPTModule": "models.gpt",
+    "IndexedDataModule": "data.indexed",
+    "MegatronCheckpointIO": "plugins.checkpoint_io",
+    "MegatronParallelStrategy": "strategies.megatron",
+    "MegatronPrecision": "plugins.precision",
+    "TextDataModule": "data.text",
+}
+
+
+def __getattr__(name: str) -> object:
+    value: object
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("lt-parallel")
+    elif name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # found directly from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -49,7 +49,7 @@ def _dispatch() -> int:
 
     from lt_parallel import quiet
 
-    quiet.install()
+    quiet.install(resumes=command == "fit")
     from lt_parallel.lightning_cli import run_trainer_command
 
     return run_trainer_command(command, arguments)

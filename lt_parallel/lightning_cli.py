@@ -49,11 +49,7 @@ def run_trainer_command(command: str, arguments: Sequence[str]) -> int:
     Returns:
         0; errors are raised.
     """
-    FailureWatch.announce = staticmethod(outcome.announce)
-    try:
-        cli = MegatronCLI(command, arguments)
-    except ValueError as error:
-        raise ValueError(tidy_message(str(error))) from error
+    cli = MegatronCLI(command, arguments)
     if cli.trainer.is_global_zero:
         print(cli.summary(), flush=True)
     return 0
@@ -182,6 +178,7 @@ class MegatronCLI(LightningCLI):
         self.command = command
         self._arguments = list(arguments)
         self._runs = run
+        FailureWatch.announce = staticmethod(outcome.announce)
         self._predictions: list[Any] = []
         super().__init__(
             subclass_mode_model=True,
@@ -215,6 +212,13 @@ class MegatronCLI(LightningCLI):
                 if not _names_class(self._arguments, key)
             }
         )
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise ValueError(tidy_message(str(error))) from error
 
     @override
     def after_instantiate_classes(self) -> None:

@@ -56,8 +56,10 @@ NOISE: tuple[Noise, ...] = (
     Noise("MCore's async save is deprecated", "not used here", "megatron.core.dist_checkpointing.strategies.torch"),
     *(Noise(r"💡 Tip:", "advertises other packages", name) for name in _RANK_ZERO_LOGGERS),
     *(Noise(r"TPU available: False", "no TPUs here", name) for name in _RANK_ZERO_LOGGERS),
-    Noise(r"\[rank: [1-9]\d*\] Seed set to", "rank 0 says it", "lightning.fabric.utilities.seed"),
+    Noise(r"\[rank: \d+\] Seed set to", "said once before the ranks start", "lightning.fabric.utilities.seed"),
 )
+
+_CALLBACK_STATE = Noise("Be aware that when using `ckpt_path`", "callbacks matter when training goes on", UserWarning)
 
 
 class _Mute(logging.Filter):
@@ -80,13 +82,17 @@ def debugging() -> bool:
     return os.environ.get("LT_PARALLEL_DEBUG", "0") not in ("", "0")
 
 
-def install() -> None:
-    """Mutes the table's messages in this process. Best before torch is imported; changes nothing else."""
+def install(*, resumes: bool = False) -> None:
+    """Mutes the table's messages in this process. Best before torch is imported; changes nothing else.
+
+    Args:
+        resumes: Whether a checkpoint is loaded to train on. If not, the state of its callbacks is of no use.
+    """
     if debugging():
         return
     # torch's C++ side warns on every rank when another one ends; the job says why by itself.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for noise in NOISE:
+    for noise in NOISE if resumes else (*NOISE, _CALLBACK_STATE):
         if isinstance(noise.source, str):
             logging.getLogger(noise.source).addFilter(_Mute(noise))
         else:

@@ -44,6 +44,8 @@ class Settings:
 
     def __init__(self, sizes: ParallelSizes) -> None:
         self.sizes = sizes
+        #: Tokens per training sequence before any cut; the module says it, None if it has no sequences.
+        self.seq_length: int | None = None
         self._fields: dict[Target, dict[str, Contribution]] = {target: {} for target in TARGETS}
 
     def contribute(self, owner: str, target: Target, **fields: Any) -> None:
@@ -79,9 +81,7 @@ class Settings:
             ValueError: A name is in none of the configs, or is owned by the strategy, a callback, the precision
                 plugin or the module.
         """
-        names = {
-            target: {field.name for field in dataclasses.fields(cls)} for target, cls in config_classes.items()
-        }
+        names = {target: {field.name for field in dataclasses.fields(cls)} for target, cls in config_classes.items()}
         for name, value in overrides.items():
             targets = [target for target in TARGETS if name in names.get(target, ())]
             if not targets:
@@ -166,27 +166,11 @@ def _sequence_parallel_needs_tp(settings: Settings) -> None:
         )
 
 
-#: Every rule that ties options together; each raises ValueError by itself. Order: the most basic first.
-RULES: tuple[Callable[[Settings], None], ...] = (
-    _sequence_parallel_needs_tp,
-    _hidden_divides,
-    _heads_divide,
-    _query_groups_divide,
-    _ffn_divides,
-)
-
-
-def check_sequence(settings: Settings, seq_length: int) -> None:
-    """Checks a sequence length against the sizes that cut it.
-
-    Args:
-        settings: The merged settings.
-        seq_length: Tokens per sequence, before any cut.
-
-    Raises:
-        ValueError: It can't be cut evenly by sequence or context parallelism.
-    """
+def _sequence_divides(settings: Settings) -> None:
     tp, cp = settings.sizes.tensor_model_parallel_size, settings.sizes.context_parallel_size
+    seq_length = settings.seq_length
+    if seq_length is None:
+        return
     if cp > 1:
         require_divisible("seq_length", seq_length, f"2 x context_parallel_size={cp}", 2 * cp)
     if settings.get("model", "sequence_parallel"):
@@ -196,6 +180,17 @@ def check_sequence(settings: Settings, seq_length: int) -> None:
             "tensor_model_parallel_size (sequence_parallel=True)",
             tp,
         )
+
+
+#: Every rule that ties options together; each raises ValueError by itself. Order: the most basic first.
+RULES: tuple[Callable[[Settings], None], ...] = (
+    _sequence_parallel_needs_tp,
+    _hidden_divides,
+    _heads_divide,
+    _query_groups_divide,
+    _ffn_divides,
+    _sequence_divides,
+)
 
 
 def check_vocab(settings: Settings, vocab_size: int, divisible_by: int = 128) -> int:

@@ -27,6 +27,7 @@ class MegatronLightningModule(L.LightningModule, ABC):
         super().__init__()
         self.model_chunks: nn.ModuleList | None = None
         self.active_chunk: nn.Module | None = None
+        self._built_for: dict[str, Any] = {}
 
     @abstractmethod
     def contribute(self, settings: Settings) -> None:
@@ -74,16 +75,20 @@ class MegatronLightningModule(L.LightningModule, ABC):
     def configure_model(self) -> None:
         """Builds this rank's chunks; Lightning calls it before each run, only the first one builds."""
         strategy = self.megatron
-        if self.model_chunks is not None:
-            if self._built_for != strategy.sizes:
-                raise ValueError(
-                    f"{type(self).__name__} was built for {self._built_for} and can't run as {strategy.sizes}; "
-                    "make a new module and load the weights from a checkpoint"
-                )
+        fields = strategy.settings.fields("model")
+        if self.model_chunks is None:
+            self.model_chunks = strategy.build_chunks(self)
+            self.initialize_chunks(strategy.seed)
+            self._built_for = fields
             return
-        self.model_chunks = strategy.build_chunks(self)
-        self.initialize_chunks(strategy.seed)
-        self._built_for = strategy.sizes
+        before = self._built_for
+        changed = sorted(name for name in {*fields, *before} if fields.get(name) != before.get(name))
+        if changed:
+            was, now = (", ".join(f"{name}={given.get(name)!r}" for name in changed) for given in (before, fields))
+            raise ValueError(
+                f"this {type(self).__name__} was built with {was} and can't go on with {now}; make a new module and "
+                "load the weights from a checkpoint"
+            )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Runs the active chunk on one micro batch; called on every stage."""

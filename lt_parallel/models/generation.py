@@ -55,7 +55,7 @@ def _last_logits(module: GPTModule, tokens: Tensor) -> Tensor:
     groups = strategy.groups
     length = tokens.shape[1]
     # Sequence parallelism cuts the sequence evenly; what is added comes after the last token and can't be seen by it.
-    cut = groups.tp.size() if strategy.sequence_parallel else 1
+    cut = groups.tp.size() if strategy.arguments.sequence_parallel else 1
     padded = nn.functional.pad(tokens, (0, -length % cut))
     positions = torch.arange(padded.shape[1], device=tokens.device).expand_as(padded)
     found: list[Tensor] = []
@@ -65,7 +65,7 @@ def _last_logits(module: GPTModule, tokens: Tensor) -> Tensor:
         zero = torch.zeros((), device=output.device)
         return zero, zero, {}
 
-    strategy.run_chunks(
+    strategy.global_step.forward_chunks(
         {"tokens": padded, "position_ids": positions}, lambda batch: module(batch, labels=False), keep
     )
     shape = (tokens.shape[0], module.padded_vocab_size)

@@ -8,12 +8,13 @@ take part in the loss or in sampling.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from lt_parallel.models.base import MegatronLightningModule
-from lt_parallel.settings import check_sequence, check_vocab
+from lt_parallel.settings import check_vocab
+from lt_parallel.topology import require_positive_int
 
 if TYPE_CHECKING:
     from lt_parallel.settings import Settings
@@ -21,6 +22,27 @@ if TYPE_CHECKING:
 
 _OWNER = "GPTModule"
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
+PositionEmbedding = Literal["learned_absolute", "rope"]
+_CHOICES: dict[str, Any] = {
+    "normalization": Normalization,
+    "position_embedding_type": PositionEmbedding,
+    "lr_decay_style": LrDecayStyle,
+}
+_POSITIVE = (
+    "vocab_size",
+    "seq_length",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "lr_decay_iters",
+    "max_new_tokens",
+)
 
 
 class GPTModule(MegatronLightningModule):
@@ -78,13 +100,13 @@ class GPTModule(MegatronLightningModule):
         num_query_groups: int | None = None,
         kv_channels: int | None = None,
         max_position_embeddings: int | None = None,
-        normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         layernorm_epsilon: float = 1e-5,
         swiglu: bool = False,
         add_bias_linear: bool = True,
         add_qkv_bias: bool = False,
         qk_layernorm: bool = False,
-        position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute",
+        position_embedding_type: PositionEmbedding = "learned_absolute",
         rotary_base: int = 10000,
         rotary_percent: float = 1.0,
         untie_embeddings_and_output_weights: bool = False,
@@ -112,11 +134,30 @@ class GPTModule(MegatronLightningModule):
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        hp = self.hparams
+        hp: Any = self.hparams
+        for name in _POSITIVE:
+            if hp[name] is not None:
+                require_positive_int(name, hp[name])
+        for name, choices in _CHOICES.items():
+            if hp[name] not in get_args(choices):
+                raise ValueError(f"{name}={hp[name]!r} is not one of {', '.join(get_args(choices))}")
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= hp[name] < 1:
+                raise ValueError(f"{name}={hp[name]} must be at least 0 and less than 1")
+        if not 0 < hp.rotary_percent <= 1:
+            raise ValueError(f"rotary_percent={hp.rotary_percent} must be more than 0 and at most 1")
+        if hp.temperature < 0 or hp.top_k < 0:
+            raise ValueError(f"temperature={hp.temperature} and top_k={hp.top_k} must not be negative")
         if self.max_position_embeddings < self.seq_length:
             raise ValueError(
                 f"max_position_embeddings={self.max_position_embeddings} must be at least seq_length={self.seq_length}"
             )
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        hp: Any = self.hparams
+        if hp.lr_warmup_iters < 0:
+            raise ValueError(f"lr_warmup_iters={hp.lr_warmup_iters} must not be negative")
         if hp.lr_warmup_iters >= hp.lr_decay_iters:
             raise ValueError(
                 f"lr_warmup_iters={hp.lr_warmup_iters} must be less than lr_decay_iters={hp.lr_decay_iters}"
@@ -127,8 +168,8 @@ class GPTModule(MegatronLightningModule):
     # ---------------------------------------------------------------- model
 
     def contribute(self, settings: Settings) -> None:
-        """Adds the transformer's dimensions and checks sequence and vocabulary against the sizes."""
-        hp = self.hparams
+        """Adds the transformer's dimensions and checks the vocabulary against the sizes."""
+        hp: Any = self.hparams
         hidden = hp.hidden_size
         ffn = hp.ffn_hidden_size or (64 * -(-8 * hidden // (3 * 64)) if hp.swiglu else 4 * hidden)
         optional = {"num_query_groups": hp.num_query_groups, "kv_channels": hp.kv_channels}
@@ -154,7 +195,7 @@ class GPTModule(MegatronLightningModule):
             init_method_std=hp.init_method_std,
             **{name: value for name, value in optional.items() if value is not None},
         )
-        check_sequence(settings, self.seq_length)
+        settings.seq_length = self.seq_length
         self.padded_vocab_size = check_vocab(settings, self.vocab_size, hp.make_vocab_size_divisible_by)
 
     def build_chunk(
@@ -167,6 +208,7 @@ class GPTModule(MegatronLightningModule):
         from lt_parallel.plugins.layer_backend.specs import gpt_block_spec, gpt_mtp_block_spec
 
         defer_initialization(config)
+        hp: Any = self.hparams
         backend = self.megatron.backend
         assert backend is not None
         place = {"vp_stage": vp_stage, "pp_rank": groups.pp.rank()}
@@ -177,10 +219,10 @@ class GPTModule(MegatronLightningModule):
             max_sequence_length=self.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=not self.hparams.untie_embeddings_and_output_weights,
-            position_embedding_type=self.hparams.position_embedding_type,
-            rotary_base=self.hparams.rotary_base,
-            rotary_percent=self.hparams.rotary_percent,
+            share_embeddings_and_output_weights=not hp.untie_embeddings_and_output_weights,
+            position_embedding_type=hp.position_embedding_type,
+            rotary_base=hp.rotary_base,
+            rotary_percent=hp.rotary_percent,
             mtp_block_spec=gpt_mtp_block_spec(config, backend, **place),
             pg_collection=groups,
             vp_stage=vp_stage,
@@ -239,11 +281,11 @@ class GPTModule(MegatronLightningModule):
 
     # ---------------------------------------------------------------- optimizer
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """AdamW by Megatron Core's optimizer, warm-up and decay by its scheduler, one step per global step."""
         from lt_parallel.strategies.lr_schedule import MegatronLRScheduler
 
-        hp = self.hparams
+        hp: Any = self.hparams
         optimizer = self.megatron.build_optimizer(
             optimizer="adam",
             lr=hp.lr,
@@ -287,7 +329,7 @@ class GPTModule(MegatronLightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs what is known once the optimizer has stepped."""
-        optimizer = self.megatron.optimizers[0]
+        optimizer = self.megatron.megatron_optimizer
         values = {
             "grad_norm": optimizer.grad_norm,
             "lr": self.megatron.last_lr,
@@ -321,7 +363,7 @@ class GPTModule(MegatronLightningModule):
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Continuations `[b, max_new_tokens]` of the batch's `tokens` `[b, s]`."""
-        hp = self.hparams
+        hp: Any = self.hparams
         prompts = batch["tokens"]
         result = self.generate(prompts, hp.max_new_tokens, hp.temperature, hp.top_k)
         return result[:, prompts.shape[1] :]

@@ -1,8 +1,8 @@
 """Checkpoints as directories: Megatron Core's `torch_dist` format for tensors, one small file for the trainer's state.
 
 Every rank writes its shard of the parameters and optimizer states. What Lightning adds (loops, callbacks, schedulers,
-hyper-parameters) is equal on all ranks and goes into `trainer.pt`, which is read back with `weights_only`, so nothing in
-it can run code. A checkpoint is written beside its place and moved there when it is complete.
+hyper-parameters) is equal on all ranks and goes into `trainer.pt`, which is read back with `weights_only`, so nothing
+in it can run code. A checkpoint is written beside its place and moved there when it is complete.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import CheckpointIO
-from typing_extensions import override
 
 TRAINER_FILE = "trainer.pt"
 #: Entries of Lightning's checkpoint dictionary that hold Megatron Core's sharded tensors.

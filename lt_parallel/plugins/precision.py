@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, override
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
-from typing_extensions import override
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -39,7 +38,7 @@ class MegatronPrecision(Precision):
     def __init__(self, precision: PrecisionName = "32-true") -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(f"precision={precision!r} is not one of {', '.join(get_args(PrecisionName))}")
-        self.precision = precision  # type: ignore[assignment]
+        self.precision = precision
 
     @classmethod
     def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
@@ -64,7 +63,7 @@ class MegatronPrecision(Precision):
 
     @property
     def params_dtype(self) -> torch.dtype:
-        """dtype of parameters, activations and pipeline messages."""
+        """Dtype of parameters, activations and pipeline messages."""
         return torch.float32 if self.precision == "32-true" else torch.bfloat16
 
     def contribute(self, settings: Settings) -> None:
@@ -75,6 +74,24 @@ class MegatronPrecision(Precision):
         )
         settings.contribute(owner, "optimizer", bf16=bf16, fp16=False, params_dtype=self.params_dtype)
         settings.contribute(owner, "ddp", grad_reduce_in_fp32=self.precision == "bf16-mixed")
+
+    def convert_chunks(self, chunks: list[nn.Module], config: Any) -> list[nn.Module]:
+        """Model chunks with parameters in this precision, which take and give fp32 at the model's ends.
+
+        Args:
+            chunks: Built by a `ChunkedModule`, or the adapter of a plain module.
+            config: Their Megatron config.
+        """
+        if self.params_dtype is torch.float32:
+            return chunks
+        from megatron.core.transformer.module import Float16Module
+
+        from lt_parallel.strategies.plain_module import PlainModuleChunk
+
+        return [
+            chunk.to(self.params_dtype) if isinstance(chunk, PlainModuleChunk) else Float16Module(config, chunk)
+            for chunk in chunks
+        ]
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -56,6 +57,20 @@ def wrap_chunks(
             )
         )
     return wrapped
+
+
+def copy_from_first_rank(wrapped: DistributedDataParallel, module: nn.Module, groups: Any) -> None:
+    """Gives every data-parallel rank the parameters and buffers of the first one.
+
+    Args:
+        wrapped: The wrapped chunk.
+        module: The module inside.
+        groups: The `ProcessGroupCollection`.
+    """
+    wrapped.broadcast_params()
+    source = torch.distributed.get_global_rank(groups.dp_cp, 0)
+    for buffer in module.buffers():
+        torch.distributed.broadcast(buffer, src=source, group=groups.dp_cp)
 
 
 def connect_schedule(config: TransformerConfig, wrapped: Sequence[DistributedDataParallel]) -> None:

@@ -1,8 +1,9 @@
 """One rank fails, the job ends, and everybody says why.
 
-A rank that raises leaves the others waiting in a collective: over NCCL for the whole timeout, over gloo until a neighbour
-notices. So a failing rank leaves a note in the job's key-value store; every rank has a thread that looks for one, prints
-it and ends its process. If the store itself goes away, rank 0 is gone and there is nothing left to wait for.
+A rank that raises leaves the others waiting in a collective: over NCCL for the whole timeout, over gloo until a
+neighbour notices. So a failing rank leaves a note in the job's key-value store; every rank has a thread that looks for
+one, prints it and ends its process. If the store itself goes away, rank 0 is gone and there is nothing left to wait
+for.
 """
 
 from __future__ import annotations

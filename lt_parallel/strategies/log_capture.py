@@ -1,8 +1,8 @@
 """`self.log` inside micro batches.
 
-Lightning takes the batch it knows, here a list of micro batches, for the thing that a `self.log` call is about: it keeps
-the last value that was logged in a step, and weighs epoch means by the list's first size. While a micro batch runs,
-`self.log` of that one module object goes through here and puts both right.
+Lightning takes the batch it knows, here a list of micro batches, for the thing that a `self.log` call is about: it
+keeps the last value that was logged in a step, and weighs epoch means by the list's first size. While a micro batch
+runs, `self.log` of that one module object goes through here and puts both right.
 """
 
 from __future__ import annotations

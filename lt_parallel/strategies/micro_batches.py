@@ -1,7 +1,7 @@
 """From the user's DataLoader to global steps: sampling, grouping and exact resuming.
 
-A `DataLoader(batch_size=b)` yields micro batches of one data-parallel rank. Lightning sees a loader that yields a *list*
-of them, one list per global step, so all its counters count global steps.
+A `DataLoader(batch_size=b)` yields micro batches of one data-parallel rank. Lightning sees a loader that yields a
+*list* of them, one list per global step, so all its counters count global steps.
 
 Sampling is ours for ordinary map-style loaders, because three promises hang on it: the global batch holds the same
 samples at any data-parallel size; an evaluation counts every sample exactly once (torch's DistributedSampler repeats

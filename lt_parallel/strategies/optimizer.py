@@ -35,7 +35,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     # torch's base class assigns both; Megatron Core owns them.
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Megatron Core's own groups: an LR scheduler that writes `lr` here changes the real one."""
         groups: list[dict[str, Any]] = self.core.param_groups
         return groups
@@ -54,7 +54,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Drops the gradients that the optimizer refers to; the buffers are the wrapped chunks'."""
         self.core.zero_grad()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs the closure (schedule), then Megatron Core's step.
 
         Returns:
@@ -142,7 +142,7 @@ def wrap_torch_optimizer(
 
 
 def _init_adam_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Makes empty Adam moments, so that a checkpoint's have somewhere to go. Other optimizers make theirs when loading."""
+    """Makes empty Adam moments, so that a checkpoint's have somewhere to go; other optimizers make theirs on loading."""
     if not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:

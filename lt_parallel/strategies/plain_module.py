@@ -31,7 +31,7 @@ def plain_config(settings: Settings) -> TransformerConfig:
     return TransformerConfig(**fields)
 
 
-class PlainModuleChunk(MegatronModule):  # type: ignore[misc]
+class PlainModuleChunk(MegatronModule):
     """Adapter; its `forward` runs the module's `training_step`.
 
     Args:

@@ -56,9 +56,7 @@ def init_default_group(
     )
 
 
-def init_model_parallel(
-    sizes: ParallelSizes, *, timeout: timedelta
-) -> Any:
+def init_model_parallel(sizes: ParallelSizes, *, timeout: timedelta) -> Any:
     """Makes every Megatron Core group and returns them.
 
     They live as long as the process: chunks refer to them, and a script may fit, test and save in turn. Groups for

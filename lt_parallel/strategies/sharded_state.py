@@ -83,8 +83,8 @@ def _create_adam_states(core: Any) -> None:
 def load_optimizer(core: Any, state: Mapping[str, Any]) -> None:
     """Puts optimizer states back, each parameter with its own step count.
 
-    Without Apex or TransformerEngine, Megatron Core either gives all parameters one step tensor, which torch's Adam then
-    counts up once per parameter, or leaves it as it was before the load.
+    Without Apex or TransformerEngine, Megatron Core either gives all parameters one step tensor, which torch's Adam
+    then counts up once per parameter, or leaves it as it was before the load.
 
     Args:
         core: Megatron Core's optimizer.

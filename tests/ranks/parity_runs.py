@@ -1,7 +1,7 @@
 """Small training runs whose step-by-step numbers are compared, one per kind of loop.
 
-`train_with_trainer` is what a user writes. `train_with_core_loop` is Megatron Core alone: no Lightning, no strategy, and
-its own data order, so the two share only the model's definition and its initialisation.
+`train_with_trainer` is what a user writes. `train_with_core_loop` is Megatron Core alone: no Lightning, no strategy,
+and its own data order, so the two share only the model's definition and its initialisation.
 """
 
 from __future__ import annotations
@@ -77,7 +77,12 @@ class StepNumbers(L.Callback):
 
 def build_trainer(numbers: StepNumbers, strategy: dict[str, Any], **options: Any) -> L.Trainer:
     batch = {} if "num_microbatches" in strategy else {"global_batch_size": GLOBAL_BATCH}
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     arguments: dict[str, Any] = {
         "accelerator": "cpu",
         "max_steps": STEPS,

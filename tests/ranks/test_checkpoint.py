@@ -54,9 +54,7 @@ def uninterrupted(world_size: int, strategy: dict[str, Any]) -> dict[str, Any]:
 
 def stopped_at_7(world_size: int, strategy: dict[str, Any], directory: str) -> None:
     checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=7, save_top_k=-1)
-    trainer, module, _ = build(
-        world_size, strategy, max_steps=7, enable_checkpointing=True, callbacks=[checkpoint]
-    )
+    trainer, module, _ = build(world_size, strategy, max_steps=7, enable_checkpointing=True, callbacks=[checkpoint])
     trainer.fit(module, *loaders())
 
 
@@ -113,6 +111,10 @@ def test_saving_again_replaces_the_checkpoint(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_named(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "here.ckpt"
     path.write_text("no") if kind == "file" else path.mkdir() if kind == "empty directory" else None
-    words = {"missing": "no such checkpoint", "file": "a file, not a directory", "empty directory": "without trainer.pt"}
+    words = {
+        "missing": "no such checkpoint",
+        "file": "a file, not a directory",
+        "empty directory": "without trainer.pt",
+    }
     with pytest.raises(RankError, match=words[kind]):
         run_ranks(validated, 1, 1, {}, str(path))

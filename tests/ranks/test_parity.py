@@ -1,4 +1,4 @@
-"""The same numbers at every layout: loss and gradient norm of ten steps against one process, and against bare Megatron."""
+"""The same numbers at every layout: ten steps against one process, and one process against bare Megatron Core."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         3,
         {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et|ttt|L"},
     ),
-    "layout Et|tt|t|L over pp2": (2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|L"}),
+    "layout Et|tt|t|L over pp2": (
+        2,
+        {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|L"},
+    ),
 }
 
 LOSS_TOLERANCE = 5e-6  # absolute, nats

@@ -72,7 +72,11 @@ def data(length: int, seed: int) -> TensorDataset:
 
 
 def train(
-    world_size: int, strategy: dict[str, Any] | None, micro_batch: int, module: dict[str, Any], precision: str = "32-true"
+    world_size: int,
+    strategy: dict[str, Any] | None,
+    micro_batch: int,
+    module: dict[str, Any],
+    precision: str = "32-true",
 ) -> dict[str, Any]:
     L.seed_everything(SEED, verbose=False)
     history = History()

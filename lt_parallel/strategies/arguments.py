@@ -1,0 +1,100 @@
+"""The strategy's arguments as data: what they say by themselves, before a Trainer or a model is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lt_parallel.topology import ParallelSizes
+
+if TYPE_CHECKING:
+    from lt_parallel.settings import Settings
+
+ShardingStrategy = Literal["no_shard", "optim"]
+LayerBackendName = Literal["auto", "torch", "transformer_engine"]
+OWNER = "MegatronParallelStrategy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyArguments:
+    """Arguments of `MegatronParallelStrategy`, see there.
+
+    Raises:
+        ValueError: One is wrong by itself, or two can't stand together.
+    """
+
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_layout: str | list[str] | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
+    num_microbatches: int | None = None
+    global_batch_size: int | None = None
+    layer_backend: LayerBackendName = "auto"
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    timeout: timedelta = timedelta(minutes=30)
+
+    def __post_init__(self) -> None:
+        _require_one_of("data_parallel_sharding_strategy", self.data_parallel_sharding_strategy, ShardingStrategy)
+        _require_one_of("layer_backend", self.layer_backend, LayerBackendName)
+        for name in ("num_microbatches", "global_batch_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.num_microbatches is not None and self.global_batch_size is not None:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} and global_batch_size={self.global_batch_size} are both "
+                "given, but one follows from the other; give one of them"
+            )
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"timeout_minutes={self.timeout.total_seconds() / 60:g} must be positive")
+
+    def parallel_sizes(self, world_size: int) -> ParallelSizes:
+        """The sizes of a run on `world_size` ranks, as far as the arguments alone say them.
+
+        Raises:
+            ValueError: They don't fit each other or the world size.
+        """
+        return ParallelSizes(
+            world_size=world_size,
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+        )
+
+    def contribute(self, settings: Settings) -> None:
+        """Adds the fields of Megatron Core's configs that follow from the arguments and the final sizes."""
+        sizes = settings.sizes
+        interleaved = sizes.virtual_pipeline_model_parallel_size is not None
+        settings.contribute(
+            OWNER,
+            "model",
+            tensor_model_parallel_size=sizes.tensor_model_parallel_size,
+            pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline_model_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+            context_parallel_size=sizes.context_parallel_size,
+            expert_model_parallel_size=sizes.expert_model_parallel_size,
+            expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
+            calculate_per_token_loss=True,
+            # Two interleaved ranks exchange two tensors each way; batched p2p mixes them up without an error.
+            overlap_p2p_comm=interleaved,
+            batch_p2p_comm=not interleaved,
+            deallocate_pipeline_outputs=True,
+        )
+        sharded = self.data_parallel_sharding_strategy == "optim"
+        settings.contribute(OWNER, "ddp", use_distributed_optimizer=sharded)
+        settings.contribute(OWNER, "optimizer", use_distributed_optimizer=sharded)
+
+
+def _require_one_of(name: str, value: object, allowed: Any) -> None:
+    if value not in get_args(allowed):
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(allowed))}")
