@@ -1,0 +1,1 @@
+"""Callbacks that add one Megatron Core feature each, by `contribute(settings)`."""

@@ -1,0 +1,1 @@
+"""Formulas about hardware and models, without torch."""

@@ -1,0 +1,1 @@
+"""What plugs into Lightning and Megatron Core: precision, checkpoints, layer backends, the CPU runtime."""

@@ -484,15 +484,32 @@ class MegatronParallelStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over all ranks. Model-parallel ranks hold equal values, so their mean is the data-parallel mean."""
+        """Reduces over the data-parallel ranks; model-parallel ranks hold equal values, which must count once.
+
+        Args:
+            tensor: Anything but a tensor is returned as it is.
+            group: Another group.
+            reduce_op: "mean", "avg", "sum", "max", "min", "product" or a `torch.distributed.ReduceOp`.
+        """
         if not isinstance(tensor, Tensor) or not torch.distributed.is_initialized():
             return tensor
-        group = group or torch.distributed.group.WORLD
+        if group is None:
+            group = self.groups.dp_cp if self.groups is not None else torch.distributed.group.WORLD
+        name = reduce_op.upper() if isinstance(reduce_op, str) else reduce_op
+        mean = name in ("MEAN", "AVG")
+        operation = torch.distributed.ReduceOp.SUM if mean else name
+        if isinstance(operation, str):
+            operation = getattr(torch.distributed.ReduceOp, operation)
         result = tensor.clone()
-        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        operation = torch.distributed.ReduceOp.SUM if isinstance(reduce_op, str) else reduce_op
         torch.distributed.all_reduce(result, op=operation, group=group)
         return result / torch.distributed.get_world_size(group) if mean else result
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) of the ranks decided so; over every rank, as decisions may differ between stages."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        total = int(self.reduce(votes, torch.distributed.group.WORLD, "sum"))
+        return total == self.world_size if all else total > 0
 
     @override
     def barrier(self, name: str | None = None) -> None:
