@@ -37,6 +37,8 @@ def _check(module: GPTModule, tokens: Tensor, max_new_tokens: int, temperature: 
             f"token ids must lie in [0, vocab_size={module.vocab_size}); found {int(tokens.min())} to "
             f"{int(tokens.max())}"
         )
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
     length = tokens.shape[1] + max_new_tokens
     if length > module.max_position_embeddings:
         raise ValueError(

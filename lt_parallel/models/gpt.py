@@ -7,6 +7,7 @@ take part in the loss or in sampling.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -212,6 +213,8 @@ class GPTModule(MegatronLightningModule):
         backend = self.megatron.backend
         assert backend is not None
         place = {"vp_stage": vp_stage, "pp_rank": groups.pp.rank()}
+        if vp_stage:  # Megatron Core tells of GPTModel's deprecation in each constructor; the first chunk's will do
+            logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)
         chunk = GPTModel(
             config,
             gpt_block_spec(config, backend, **place),

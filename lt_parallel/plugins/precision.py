@@ -79,19 +79,14 @@ class MegatronPrecision(Precision):
         """Model chunks with parameters in this precision, which take and give fp32 at the model's ends.
 
         Args:
-            chunks: Built by a `ChunkedModule`, or the adapter of a plain module.
+            chunks: Megatron Core modules.
             config: Their Megatron config.
         """
         if self.params_dtype is torch.float32:
             return chunks
         from megatron.core.transformer.module import Float16Module
 
-        from lt_parallel.strategies.plain_module import PlainModuleChunk
-
-        return [
-            chunk.to(self.params_dtype) if isinstance(chunk, PlainModuleChunk) else Float16Module(config, chunk)
-            for chunk in chunks
-        ]
+        return [Float16Module(config, chunk) for chunk in chunks]
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -11,6 +11,7 @@ Order of a run, which the hooks below follow:
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -325,6 +326,11 @@ class MegatronParallelStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._wrapped:
+            # An earlier run's wrappers are held by cycles, and hooks on the parameters live as long as they do.
+            self._wrapped, self._global_step = [], None
+            self._reset_optimizers_and_schedulers()
+            gc.collect()
         self._wrapped = self._prepare_chunks(fitting)
         self._global_step = GlobalStep(self._module, self._wrapped, self.model_config, self.groups, self.root_device)
         self._reset_optimizers_and_schedulers()
@@ -336,25 +342,25 @@ class MegatronParallelStrategy(ParallelStrategy):
         """This rank's chunks in the run's dtype, and in Megatron Core's DDP when they are to be trained."""
         from lt_parallel.strategies.data_parallel import connect_schedule, copy_from_first_rank, wrap_chunks
 
-        module, chunked = self._module, is_chunked(self._module)
-        chunks = self._precision.convert_chunks(self._raw_chunks(), self.model_config)
+        module = self._module
+        chunks = self._chunks_in_precision()
         if not fitting:
             return chunks
         ddp_config = config_classes(module)["ddp"](**self.settings.fields("ddp"))
         wrapped = wrap_chunks(chunks, self.model_config, ddp_config, self.groups)
-        if not chunked:  # its weights come from each rank's own generator
+        if not is_chunked(module):  # its weights come from each rank's own generator
             copy_from_first_rank(wrapped[0], module, self.groups)
         connect_schedule(self.model_config, wrapped)
         return wrapped
 
-    def _raw_chunks(self) -> list[nn.Module]:
+    def _chunks_in_precision(self) -> list[nn.Module]:
         module = self._module
         if is_chunked(module):
             assert module.model_chunks is not None, "configure_model builds the chunks"
-            return list(module.model_chunks)
+            return self._precision.convert_chunks(list(module.model_chunks), self.model_config)
         from lt_parallel.strategies.plain_module import PlainModuleChunk
 
-        return [PlainModuleChunk(self.model_config, self._module)]
+        return [PlainModuleChunk(self.model_config, self._module).to(self._precision.params_dtype)]
 
     @override
     def model_to_device(self) -> None:

@@ -103,12 +103,16 @@ def wrap_torch_optimizer(
         groups: The `ProcessGroupCollection`.
 
     Raises:
-        ValueError: The distributed optimizer was asked for and the optimizer isn't Adam, AdamW.
+        ValueError: The distributed optimizer was asked for and the optimizer isn't Adam, AdamW; or it has no parameters.
     """
     from megatron.core.optimizer import ChainedOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError(
+            "configure_optimizers returned no optimizer that holds parameters; a step of Megatron Core needs exactly one"
+        )
     for group in optimizer.param_groups:
         group.setdefault("is_expert_parallel", False)
     core: Any
