@@ -6,7 +6,7 @@ Two questions, each answered by two loops that alternate, block of steps by bloc
   bitwise equal. CPU time (of all ranks and their threads) is the figure to trust where ranks share cores.
 * `nothing_*`: CPU milliseconds per step of a model that computes next to nothing, with everything `GPTModule` reports
   (train_loss, grad_norm, lr, consumed_samples), minus those of Lightning's bare loop. A plain Megatron Core loop of the
-  same model shows which part of the difference is Megatron Core itself.
+  same model, and one of plain PyTorch, show which part of the difference is Megatron Core itself.
 
 Run `python -m benchmarks.overhead` from the repository's root.
 """
@@ -262,6 +262,23 @@ def bare_lightning_runner(loader: DataLoader[Any], folder: str) -> Callable[[int
     return run
 
 
+def torch_runner(loader: DataLoader[Any]) -> Callable[[int], None]:
+    """What `BareNothing` computes, in a loop of plain PyTorch."""
+    module = BareNothing()
+    configured = module.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    batches = iter(loader)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            module.training_step(next(batches), 0).backward()
+            optimizer.step()
+            scheduler.step()
+
+    return run
+
+
 # ---------------------------------------------------------------- cases, each in its own processes
 
 
@@ -274,7 +291,9 @@ def measure(case: str, blocks: int, block: int, output: Path) -> None:
     steps = warmup + blocks * block + 1
     L.seed_everything(SEED, verbose=False)
     data = Sequences(micro_batch * num_microbatches * (steps + block + warmup), seq_length)
-    loader = DataLoader(data, batch_size=micro_batch)
+    loader = DataLoader(data, batch_size=micro_batch, shuffle=True)
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED)).tolist()  # as the strategy's
+    ordered = DataLoader(data, batch_size=micro_batch, sampler=order)
     module = (NothingModule if nothing else GPTModule)(
         VOCAB_SIZE,
         seq_length,
@@ -287,13 +306,14 @@ def measure(case: str, blocks: int, block: int, output: Path) -> None:
     loops: list[CoreLoop] = []
 
     def plain(trainer: L.Trainer) -> Callable[[int], None]:
-        loops.append(core_loop(module, trainer, DataLoader(data, batch_size=micro_batch), num_microbatches))
+        loops.append(core_loop(module, trainer, ordered, num_microbatches))
         return core_runner(loops[0])
 
     with tempfile.TemporaryDirectory(prefix="lt_parallel_overhead_") as folder:
         others: dict[str, Callable[[L.Trainer], Any]] = {"megatron": plain}
         if nothing:
             others["lightning"] = lambda trainer: bare_lightning_runner(loader, folder)
+            others["torch"] = lambda trainer: torch_runner(ordered)
         clock = Alternating(others, warmup, block)
         trainer = quiet_trainer(
             folder,
@@ -306,13 +326,19 @@ def measure(case: str, blocks: int, block: int, output: Path) -> None:
         trainer.fit(module, loader)
     losses = loops[0].losses
     if losses:  # the last pipeline stage
-        equal = clock.losses[: len(losses)] == losses
-        assert equal and len(losses) >= blocks * block, "the two loops' losses differ"
+        require_equal(clock.losses, losses)
     measured = {"cpu_s": clock.cpu_s, "wall_s": clock.wall_s, "compared": len(losses), "losses": losses}
     every: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(every, measured)
     if trainer.is_global_zero:
         output.write_text(json.dumps({"ranks": every, "block": block}))
+
+
+def require_equal(trainer: Sequence[float], megatron: Sequence[float]) -> None:
+    """Bitwise equality of the losses of both loops, as far as both have gone."""
+    for step, (left, right) in enumerate(zip(trainer, megatron, strict=False)):
+        if left != right:
+            raise AssertionError(f"the loops' losses differ from step {step} on: Trainer {left!r}, plain {right!r}")
 
 
 def run_case(case: str, blocks: int, block: int) -> dict[str, Any]:
@@ -328,8 +354,7 @@ def run_case(case: str, blocks: int, block: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "measured.json"
         subprocess.run(
-            [*launcher, "-m", "benchmarks.overhead", f"--case={case}", f"--blocks={blocks}"]
-            + [f"--block={block}", f"--output={output}"],
+            [*launcher, "-m", "benchmarks.overhead", f"--case={case}", f"--blocks={blocks}", f"--block={block}", f"--output={output}"],
             check=True,
             env=environment,
             timeout=1800,
@@ -370,23 +395,22 @@ def add_ratio(report: Report, case: str, result: dict[str, Any]) -> None:
 def add_nothing(report: Report, case: str, result: dict[str, Any]) -> None:
     per_step = {
         loop: [1000 * seconds / result["block"] for seconds in summed_cpu(result, loop)]
-        for loop in ("trainer", "megatron", "lightning")
+        for loop in ("trainer", "megatron", "lightning", "torch")
     }
-    trainer, megatron, lightning = per_step["trainer"], per_step["megatron"], per_step["lightning"]
-    rows = {
-        "nothing: Trainer + strategy - bare Lightning": (trainer, lightning, "<= 1 ms"),
-        "of it, plain Megatron Core loop": (megatron, [0.0] * len(megatron), ""),
-        "of it, the rest - bare Lightning": (
-            [a - b for a, b in zip(trainer, megatron, strict=True)],
-            lightning,
-            "",
-        ),
-        "bare Lightning": (lightning, [0.0] * len(lightning), ""),
-    }
-    for name, (left, right, goal) in rows.items():
-        low, middle, high = quartiles([a - b for a, b in zip(left, right, strict=True)])
-        report.add(name, "", f"{middle:.3f} ms", f"{low:.3f} to {high:.3f} ms", goal)
-    report.note(f"{case}: {len(trainer)} blocks of {result['block']} steps; CPU milliseconds per step.")
+    trainer, megatron, lightning, plain = per_step.values()
+    blocks = list(zip(trainer, megatron, lightning, plain, strict=True))
+    rows = (
+        ("Trainer + strategy, above bare Lightning", [t - b for t, _, b, _ in blocks], "<= 1 ms"),
+        ("of it, Megatron Core above plain PyTorch", [m - p for _, m, _, p in blocks], ""),
+        ("of it, the strategy and its reports", [(t - b) - (m - p) for t, m, b, p in blocks], ""),
+        ("bare Lightning", lightning, ""),
+        ("plain Megatron Core", megatron, ""),
+        ("plain PyTorch", plain, ""),
+    )
+    for name, values, goal in rows:
+        low, middle, high = quartiles(values)
+        report.add(f"nothing: {name}", "", f"{middle:.3f} ms", f"{low:.3f} to {high:.3f} ms", goal)
+    report.note(f"{case}: {len(blocks)} blocks of {result['block']} steps; CPU milliseconds per step.")
 
 
 def main() -> None:

@@ -170,10 +170,16 @@ class MegatronCLI(LightningCLI):
         arguments: What follows it on the command line.
         run: Whether to run it; False: parse and make the objects only.
         callbacks: For the Trainer, beside those of the configuration.
+        save_config: Whether the run writes its configuration.
     """
 
     def __init__(
-        self, command: str, arguments: Sequence[str], run: bool = True, callbacks: Sequence[Callback] = ()
+        self,
+        command: str,
+        arguments: Sequence[str],
+        run: bool = True,
+        callbacks: Sequence[Callback] = (),
+        save_config: bool = True,
     ) -> None:
         self.command = command
         self._arguments = list(arguments)
@@ -186,7 +192,7 @@ class MegatronCLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_class=CommandParser,
             parser_kwargs={"prog": "lt-parallel"},
-            save_config_callback=SaveConfig,  # type: ignore[arg-type]
+            save_config_callback=SaveConfig if save_config else None,  # type: ignore[arg-type]
             trainer_defaults={"callbacks": [EndOnSigterm(), *callbacks]},
             args=[command, *_with_help_classes(arguments)],
         )

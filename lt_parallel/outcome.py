@@ -52,6 +52,8 @@ def run_command(command: Callable[[], int]) -> int:
     try:
         return command()
     except (CommandError, ArgumentError) as error:
+        if debugging():
+            traceback.print_exc()
         return _end(getattr(error, "message", None) or str(error), status=2)
     except KeyboardInterrupt:
         return _end("interrupted", status=130)

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from lt_parallel.models.gpt import GPTModule
+    from lt_parallel.strategies.megatron import MegatronParallelStrategy
+
+
+class LanguageModel(Protocol):
+    """What is needed of a module: logits of its active chunk, and the sizes that bound its tokens."""
+
+    vocab_size: int
+    padded_vocab_size: int
+    max_position_embeddings: int
+    training: bool
+
+    @property
+    def megatron(self) -> MegatronParallelStrategy:
+        """The strategy that runs its chunks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tokens go."""
+
+    def __call__(self, batch: Any, labels: bool = True) -> Tensor:
+        """Output of the active chunk; logits on the last one without labels."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Switches dropout on or off."""
+
+    def eval(self) -> Any:
+        """Switches dropout off."""
 
 
 @torch.no_grad()
 def generate(
-    module: GPTModule, tokens: Tensor, max_new_tokens: int, *, temperature: float, top_k: int, seed: int | None
+    module: LanguageModel, tokens: Tensor, max_new_tokens: int, *, temperature: float, top_k: int, seed: int | None
 ) -> Tensor:
     """See `GPTModule.generate`. Each new token costs one forward of the whole sequence."""
     _check(module, tokens, max_new_tokens, temperature, top_k)
@@ -29,7 +55,7 @@ def generate(
     return tokens
 
 
-def _check(module: GPTModule, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int) -> None:
+def _check(module: LanguageModel, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int) -> None:
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ValueError(f"tokens must have shape [b, s] with s > 0, not {tuple(tokens.shape)}")
     if int(tokens.min()) < 0 or int(tokens.max()) >= module.vocab_size:
@@ -49,7 +75,7 @@ def _check(module: GPTModule, tokens: Tensor, max_new_tokens: int, temperature: 
         raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
 
 
-def _last_logits(module: GPTModule, tokens: Tensor) -> Tensor:
+def _last_logits(module: LanguageModel, tokens: Tensor) -> Tensor:
     """Logits `[b, vocabulary]` after the last token, in float32 on the CPU, equal on all ranks of the model."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 

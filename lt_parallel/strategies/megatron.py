@@ -368,14 +368,19 @@ class MegatronParallelStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        super().setup_optimizers(trainer)
         from lt_parallel.strategies.optimizer import MegatronOptimizer, wrap_torch_optimizer
 
-        if len(self.optimizers) != 1:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning's advice is manual optimization, which can't be had here.
             raise ValueError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers; MegatronParallelStrategy steps "
-                "exactly one per global step (use parameter groups for different rates)"
-            )
+                f"{type(self._module).__name__}.configure_optimizers returned several optimizers; "
+                "MegatronParallelStrategy steps exactly one per global step: use its parameter groups for different "
+                "rates"
+            ) from error
         optimizer = self.optimizers[0]
         if not isinstance(optimizer, MegatronOptimizer):
             optimizer = wrap_torch_optimizer(optimizer, self.optimizer_config(), self._wrapped, self.groups)

@@ -103,7 +103,8 @@ def require_every_rank(dataloader: Any, num_replicas: int) -> None:
     Raises:
         ValueError: Fewer samples than data-parallel ranks.
     """
-    if isinstance(getattr(dataloader, "batch_sampler", None), BatchSampler) and len(dataloader.dataset) < num_replicas:
+    sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, GlobalOrderSampler) and len(dataloader.dataset) < num_replicas:
         raise ValueError(
             f"the evaluation data hold {len(dataloader.dataset)} samples, fewer than the data-parallel size "
             f"{num_replicas}; add samples or use fewer devices"
