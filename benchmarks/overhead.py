@@ -353,8 +353,9 @@ def run_case(case: str, blocks: int, block: int) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "LT_PARALLEL_DEVICE": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "measured.json"
+        options = (f"--case={case}", f"--blocks={blocks}", f"--block={block}", f"--output={output}")
         subprocess.run(
-            [*launcher, "-m", "benchmarks.overhead", f"--case={case}", f"--blocks={blocks}", f"--block={block}", f"--output={output}"],
+            [*launcher, "-m", "benchmarks.overhead", *options],
             check=True,
             env=environment,
             timeout=1800,

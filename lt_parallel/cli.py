@@ -44,12 +44,13 @@ def _dispatch() -> int:
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
         raise CommandError(f"{command!r} is no sub-command; {hint}")
-    if command == "data":
-        return _data(arguments)
 
     from lt_parallel import quiet
 
     quiet.install(resumes=command == "fit")
+    if command == "data":
+        return _data(arguments)
+
     from lt_parallel.lightning_cli import run_trainer_command
 
     return run_trainer_command(command, arguments)

@@ -103,7 +103,7 @@ def wrap_torch_optimizer(
         groups: The `ProcessGroupCollection`.
 
     Raises:
-        ValueError: The distributed optimizer was asked for and the optimizer isn't Adam, AdamW; or it has no parameters.
+        ValueError: It has no parameters, or the distributed optimizer was asked for and it isn't Adam or AdamW.
     """
     from megatron.core.optimizer import ChainedOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -111,7 +111,7 @@ def wrap_torch_optimizer(
 
     if not any(group["params"] for group in optimizer.param_groups):
         raise ValueError(
-            "configure_optimizers returned no optimizer that holds parameters; a step of Megatron Core needs exactly one"
+            "configure_optimizers returned no optimizer that holds parameters; Megatron Core's step needs exactly one"
         )
     for group in optimizer.param_groups:
         group.setdefault("is_expert_parallel", False)
@@ -146,7 +146,7 @@ def wrap_torch_optimizer(
 
 
 def _init_adam_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Makes empty Adam moments, so that a checkpoint's have somewhere to go; other optimizers make theirs on loading."""
+    """Makes empty Adam moments, so that a checkpoint's have somewhere to go; other optimizers do so on loading."""
     if not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:

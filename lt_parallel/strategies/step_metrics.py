@@ -108,7 +108,7 @@ class StepMetricsReducer:
             Mean and weight by name, equal on all ranks. A weight of zero gives a mean of 0.
 
         Raises:
-            ValueError: Data-parallel ranks reported different names, or more than 255 of them.
+            ValueError: Data-parallel ranks reported different names, or more than 254 besides the loss.
         """
         vector = torch.zeros(_CAPACITY, dtype=torch.float64, device=self._device)
         names: tuple[str, ...] = ()

@@ -177,7 +177,9 @@ def fit_plain(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(data(train_samples, 1), batch_size=4), DataLoader(data(val_samples, 2), batch_size=4))
+    trainer.fit(
+        module, DataLoader(data(train_samples, 1), batch_size=4), DataLoader(data(val_samples, 2), batch_size=4)
+    )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -214,7 +216,7 @@ def test_the_smallest_data_that_fit_train() -> None:
     assert "val_accuracy" in metrics[0]
 
 
-@pytest.mark.parametrize(("optimizers", "words"), [(2, "multiple optimizers"), (0, "exactly one")])
+@pytest.mark.parametrize(("optimizers", "words"), [(2, "returned several optimizers"), (0, "exactly one")])
 def test_other_than_one_optimizer_is_refused(optimizers: int, words: str) -> None:
     with pytest.raises(RankError, match=words):
         run_ranks(fit_plain, 1, 1, 16, 4, {}, optimizers)

@@ -33,11 +33,18 @@ def prompts(length: int) -> Tensor:
 
 
 def trained(world_size: int, strategy: dict[str, Any], shape: str = "llama") -> tuple[L.Trainer, GPTModule]:
-    """A model after a few steps at a high rate: its logits lie far apart, so equal tokens aren't a matter of rounding."""
+    """A model after a few steps at a high rate: its logits lie far apart, so rounding doesn't decide."""
     L.seed_everything(SEED, verbose=False)
     trainer = build_trainer(StepNumbers(), strategy, devices=world_size, max_steps=6, limit_val_batches=0)
     module = GPTModule(
-        VOCAB_SIZE, SEQ_LENGTH, **SHAPES[shape], lr=1e-2, min_lr=1e-2, lr_decay_iters=50, max_new_tokens=4, temperature=0
+        VOCAB_SIZE,
+        SEQ_LENGTH,
+        **SHAPES[shape],
+        lr=1e-2,
+        min_lr=1e-2,
+        lr_decay_iters=50,
+        max_new_tokens=4,
+        temperature=0,
     )
     trainer.fit(module, DataLoader(Sequences(), batch_size=MICRO_BATCH, shuffle=True))
     return trainer, module
@@ -128,8 +135,8 @@ def test_top_k_samples_only_among_the_likeliest() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_predict_returns_the_continuations(layout: str) -> None:
     world_size, strategy = LAYOUTS[layout]
-    replicas = world_size // strategy.get("tensor_model_parallel_size", 1) // strategy.get(
-        "pipeline_model_parallel_size", 1
+    replicas = (
+        world_size // strategy.get("tensor_model_parallel_size", 1) // strategy.get("pipeline_model_parallel_size", 1)
     )
     shares = [torch.cat(found["predicted"]) for found in at(layout)]
     assert shares[0].shape[1] == 4
@@ -144,7 +151,9 @@ def test_predict_returns_the_continuations(layout: str) -> None:
 def untrained(kind: str) -> Any:
     """Sampling from a model that knows nothing, and calls that are wrong."""
     L.seed_everything(SEED, verbose=False)
-    trainer = build_trainer(StepNumbers(), {"tensor_model_parallel_size": 2}, devices=2, max_steps=1, limit_val_batches=0)
+    trainer = build_trainer(
+        StepNumbers(), {"tensor_model_parallel_size": 2}, devices=2, max_steps=1, limit_val_batches=0
+    )
     module = GPTModule(VOCAB_SIZE, 16, **GPT2)
     loader = DataLoader([{"tokens": torch.zeros(3, dtype=torch.long)}])
     module.predict_step = lambda *args: None

@@ -61,7 +61,10 @@ def train(world_size: int, strategy: dict[str, Any], callbacks: list[L.Callback]
     defaults = {"max_steps": STEPS, "val_check_interval": 2, "log_every_n_steps": 1}
     trainer = build_trainer(seen, strategy, devices=world_size, callbacks=callbacks, **{**defaults, **options})
     module = GPTModule(VOCAB_SIZE, SEQ_LENGTH, **GPT2, **OPTIMIZER)
-    data = DataLoader(Sequences(), batch_size=MICRO_BATCH, shuffle=True), DataLoader(Sequences(45), batch_size=MICRO_BATCH)
+    data = (
+        DataLoader(Sequences(), batch_size=MICRO_BATCH, shuffle=True),
+        DataLoader(Sequences(45), batch_size=MICRO_BATCH),
+    )
     trainer.fit(module, *data)
     return {
         "steps": seen.steps,
@@ -95,7 +98,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 def wandb_records(path: Path) -> Iterator[Any]:
     """Records of an offline run, from the file alone: a LevelDB log of protobuf messages after a header of 7 bytes.
 
-    A block is 32 KiB; a piece in it has checksum (4 bytes), length (2) and kind (1: whole, 2: first, 3: middle, 4: last).
+    A block is 32 KiB; a piece in it has checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last).
     """
     from wandb.proto.wandb_internal_pb2 import Record
 

@@ -47,8 +47,9 @@ def test_short_overrides_reach_strategy_trainer_data_and_model() -> None:
     )
     strategy = cli.trainer.strategy
     assert isinstance(strategy, MegatronParallelStrategy)
-    assert strategy.tensor_model_parallel_size == 2
-    assert strategy.num_processes == 2
+    assert cli.trainer.num_devices == 2
+    strategy.connect(cli.model)
+    assert strategy.resolve_settings(cli.trainer).sizes.tensor_model_parallel_size == 2
     assert cli.config.fit.trainer.strategy.init_args.global_batch_size == 24
     assert cli.datamodule.paths == ["a.txt"]
     assert cli.model.hparams["num_layers"] == 2

@@ -55,16 +55,28 @@ class Stream(IterableDataset[int]):
         return iter(range(self.length))
 
 
-def injected(dataset: Any, batch_size: int, replicas: int, rank: int, *, shuffle: bool, **options: Any) -> DataLoader[Any]:
+def injected(
+    dataset: Any, batch_size: int, replicas: int, rank: int, *, shuffle: bool, **options: Any
+) -> DataLoader[Any]:
     """What Lightning gives to `process_dataloader`: the user's loader with its distributed sampler."""
     sampler = DistributedSampler(dataset, replicas, rank, shuffle=shuffle, seed=SEED)
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
 
 
 def loader(
-    length: int, batch_size: int, count: int, replicas: int, rank: int, *, training: bool, shuffle: bool = True, **more: Any
+    length: int,
+    batch_size: int,
+    count: int,
+    replicas: int,
+    rank: int,
+    *,
+    training: bool,
+    shuffle: bool = True,
+    **more: Any,
 ) -> MicroBatchLoader:
-    ordered = with_global_order(injected(Numbered(length), batch_size, replicas, rank, shuffle=shuffle, **more), replicas, rank)
+    ordered = with_global_order(
+        injected(Numbered(length), batch_size, replicas, rank, shuffle=shuffle, **more), replicas, rank
+    )
     return MicroBatchLoader(ordered, num_microbatches=count, num_replicas=replicas, complete_only=training)
 
 
@@ -208,7 +220,9 @@ def test_the_loader_keeps_what_the_user_chose() -> None:
     def collate(samples: list[int]) -> list[int]:
         return [-sample for sample in samples]
 
-    user = injected(Numbered(8), 2, 2, 1, shuffle=False, collate_fn=collate, drop_last=True, num_workers=1, prefetch_factor=3)
+    user = injected(
+        Numbered(8), 2, 2, 1, shuffle=False, collate_fn=collate, drop_last=True, num_workers=1, prefetch_factor=3
+    )
     ordered = with_global_order(user, 2, 1)
     assert (ordered.collate_fn, ordered.num_workers, ordered.prefetch_factor) == (collate, 1, 3)
     assert ordered.batch_sampler.drop_last is True and ordered.batch_sampler.batch_size == 2

@@ -53,7 +53,12 @@ def _no_process_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_trainer(strategy: MegatronParallelStrategy, devices: int, **options: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_steps=1, **quiet, **options)
 
 
@@ -80,7 +85,11 @@ def resolved(devices: int, strategy: dict[str, Any], model: dict[str, Any] | Non
     return trainer.strategy.resolve_settings(trainer)
 
 
-TP2, TP4, PP2 = ({"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}, {"pipeline_model_parallel_size": 2})
+TP2, TP4, PP2 = (
+    {"tensor_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 4},
+    {"pipeline_model_parallel_size": 2},
+)
 SP4 = {**TP4, "sequence_parallel": True}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 
@@ -98,7 +107,11 @@ BAD: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         2,
         {"virtual_pipeline_model_parallel_size": 2},
         {},
-        ["virtual_pipeline_model_parallel_size=2", "pipeline_model_parallel_size > 1", "pipeline_model_parallel_size=2"],
+        [
+            "virtual_pipeline_model_parallel_size=2",
+            "pipeline_model_parallel_size > 1",
+            "pipeline_model_parallel_size=2",
+        ],
     ),
     "heads": (
         4,
@@ -178,7 +191,12 @@ BAD: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
     "layout: symbol": (2, {**PP2, "pipeline_model_parallel_layout": "Ett|txL"}, {}, ["Ett|txL", "'x'", "valid:"]),
     "layout: open group": (2, {**PP2, "pipeline_model_parallel_layout": "E(tt|ttL"}, {}, ["'(' without ')'"]),
     "layout: closed group": (2, {**PP2, "pipeline_model_parallel_layout": "Ett)|ttL"}, {}, ["')'", "'('"]),
-    "layout: layer count": (2, {**PP2, "pipeline_model_parallel_layout": "Ett|tL"}, {}, ["num_layers=4", "3", "Stages:"]),
+    "layout: layer count": (
+        2,
+        {**PP2, "pipeline_model_parallel_layout": "Ett|tL"},
+        {},
+        ["num_layers=4", "3", "Stages:"],
+    ),
     "layout: no embedding": (2, {**PP2, "pipeline_model_parallel_layout": "tt|ttL"}, {}, ["E", "Stages:"]),
     "layout: no loss": (2, {**PP2, "pipeline_model_parallel_layout": "Ett|tt"}, {}, ["L", "Stages:"]),
     "layout: stages": (
@@ -211,7 +229,12 @@ BAD: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["config_overrides", "grad_reduce_in_fp32=True", "precision='32-true'"],
     ),
-    "layer backend": (2, {"layer_backend": "tensorrt"}, {}, ["layer_backend", "'tensorrt'", "torch", "transformer_engine"]),
+    "layer backend": (
+        2,
+        {"layer_backend": "tensorrt"},
+        {},
+        ["layer_backend", "'tensorrt'", "torch", "transformer_engine"],
+    ),
 }
 
 
@@ -457,7 +480,7 @@ def test_an_override_reaches_every_config_that_has_the_field() -> None:
     with pytest.raises(ValueError, match=re.escape("bf16=False is already set by Precision (to True)")):
         settings.override({"bf16": False}, classes)
     assert settings.get("model", "bf16") is None
-    with pytest.raises(ValueError, match="'qwertzuiop' is no field of Megatron Core's configs$"):
+    with pytest.raises(ValueError, match=r"'qwertzuiop' is no field of Megatron Core's configs$"):
         settings.override({"qwertzuiop": 1}, classes)
 
 
