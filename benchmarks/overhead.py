@@ -122,6 +122,14 @@ class BareNothing(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class LoggingNothing(BareNothing):
+    """The same, with as many values logged each step as `GPTModule` reports; the yardstick for a machine's speed."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.log_dict({"train_loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "consumed_samples": 1.0}, batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+
 class Stamps(L.Callback):
     """CPU seconds of this process between two steps of a fit."""
 
@@ -249,14 +257,16 @@ def core_runner(loop: CoreLoop) -> Callable[[int], None]:
     return run
 
 
-def bare_lightning_runner(loader: DataLoader[Any], folder: str) -> Callable[[int], float]:
+def bare_lightning_runner(
+    module_class: type[BareNothing], loader: DataLoader[Any], folder: str
+) -> Callable[[int], float]:
     """Fits of Lightning alone; what a fit spends before and after its steps isn't counted."""
     lead_in = 5
 
     def run(steps: int) -> float:
         stamps = Stamps(lead_in, lead_in + steps)
         trainer = quiet_trainer(folder, lead_in + steps + 1, [stamps], devices=1)
-        trainer.fit(BareNothing(), loader)
+        trainer.fit(module_class(), loader)
         return stamps.cpu_s
 
     return run
@@ -312,7 +322,8 @@ def measure(case: str, blocks: int, block: int, output: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="lt_parallel_overhead_") as folder:
         others: dict[str, Callable[[L.Trainer], Any]] = {"megatron": plain}
         if nothing:
-            others["lightning"] = lambda trainer: bare_lightning_runner(loader, folder)
+            others["lightning"] = lambda trainer: bare_lightning_runner(BareNothing, loader, folder)
+            others["logging"] = lambda trainer: bare_lightning_runner(LoggingNothing, loader, folder)
             others["torch"] = lambda trainer: torch_runner(ordered)
         clock = Alternating(others, warmup, block)
         trainer = quiet_trainer(
@@ -396,14 +407,19 @@ def add_ratio(report: Report, case: str, result: dict[str, Any]) -> None:
 def add_nothing(report: Report, case: str, result: dict[str, Any]) -> None:
     per_step = {
         loop: [1000 * seconds / result["block"] for seconds in summed_cpu(result, loop)]
-        for loop in ("trainer", "megatron", "lightning", "torch")
+        for loop in ("trainer", "megatron", "lightning", "torch", "logging")
     }
-    trainer, megatron, lightning, plain = per_step.values()
+    trainer, megatron, lightning, plain, logging_ = per_step.values()
     blocks = list(zip(trainer, megatron, lightning, plain, strict=True))
     rows = (
         ("Trainer + strategy, above bare Lightning", [t - b for t, _, b, _ in blocks], "<= 1 ms"),
         ("of it, Megatron Core above plain PyTorch", [m - p for _, m, _, p in blocks], ""),
         ("of it, the strategy and its reports", [(t - b) - (m - p) for t, m, b, p in blocks], ""),
+        (
+            "self.log of four values, above bare Lightning",
+            [a - b for a, b in zip(logging_, lightning, strict=True)],
+            "",
+        ),
         ("bare Lightning", lightning, ""),
         ("plain Megatron Core", megatron, ""),
         ("plain PyTorch", plain, ""),

@@ -330,16 +330,6 @@ class GPTModule(MegatronLightningModule):
         total, local = count_parameters(list(self.model_chunks), self.megatron.groups, self.device)
         return {"params_total": total, "params_this_rank": local}
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs what is known once the optimizer has stepped."""
-        optimizer = self.megatron.megatron_optimizer
-        values = {
-            "grad_norm": optimizer.grad_norm,
-            "lr": self.megatron.last_lr,
-            "consumed_samples": float(self.megatron.consumed_samples),
-        }
-        self.log_dict({name: value for name, value in values.items() if value is not None}, batch_size=1)
-
     # ---------------------------------------------------------------- generation
 
     def generate(

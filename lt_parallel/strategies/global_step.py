@@ -38,6 +38,8 @@ class GlobalStep:
         shape = module.micro_batch_shape if is_chunked(module) else None
         self._schedule = StepSchedule(wrapped, config, groups, shape, device)
         self._reducer = StepMetricsReducer(groups.dp_cp, groups.pp, device)
+        #: What the last training step's loss function measured, by name, beside the loss itself; equal on every rank.
+        self.measured: dict[str, Tensor] = {}
         self._loss_function = module.loss_function if is_chunked(module) else _triple_as_it_is
 
     def train(self, batch: list[Any], batch_idx: int) -> Tensor:
@@ -56,11 +58,8 @@ class GlobalStep:
             metrics = self._schedule.run(
                 batch, self._chunk_step("training_step", batch_idx), self._loss_function, forward_only=False
             )
-        reduced = self._reducer.reduce(metrics)
-        loss = reduced.pop("loss").mean
-        if reduced:
-            self._module.log_dict({name: value.mean for name, value in reduced.items()}, batch_size=1)
-        return loss
+        self.measured = {name: value.mean for name, value in self._reducer.reduce(metrics).items()}
+        return self.measured.pop("loss")
 
     def evaluate(self, method: str, batch: list[Any], *args: Any) -> Any:
         """Forward only; collective over all ranks for chunks, local for a plain module.

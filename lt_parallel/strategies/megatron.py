@@ -40,6 +40,7 @@ from lt_parallel.strategies.micro_batches import (
 )
 from lt_parallel.strategies.model_chunks import ChunkedModule, build_chunks, is_chunked
 from lt_parallel.strategies.resolve import ResolvedRun, config_classes, resolve_run
+from lt_parallel.strategies.step_log import report_step
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -474,7 +475,19 @@ class MegatronParallelStrategy(ParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.last_lr = float(optimizer.param_groups[0]["lr"])
-        return super().optimizer_step(optimizer, *args, **kwargs)
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        if is_chunked(self._module):
+            self._report_step(self.last_lr)
+        return result
+
+    def _report_step(self, lr: float) -> None:
+        """Shows what the loss function measured (the first of it in the progress bar too), and what a step is about."""
+        measured, grad_norm = self.global_step.measured, self.megatron_optimizer.grad_norm
+        values: dict[str, Tensor | float] = dict(measured)
+        if grad_norm is not None:
+            values["grad_norm"] = grad_norm
+        values.update(lr=lr, consumed_samples=float(self.consumed_samples))
+        report_step(self._module.trainer, values, in_bar=list(measured)[:1])
 
     @override
     def validation_step(self, batch: list[Any], *args: Any) -> Any:

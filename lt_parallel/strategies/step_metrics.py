@@ -78,6 +78,13 @@ class StepMetrics:
         return torch.stack([part for pair in self._sums.values() for part in pair])
 
 
+def _divided(names: tuple[str, ...], pairs: Tensor) -> dict[str, Reduced]:
+    """Means and weights from `[2 * len(names)]` sums and weights."""
+    sums, weights = pairs.view(-1, 2).unbind(dim=1)
+    means = torch.where(weights > 0, sums / weights, 0.0).float()
+    return dict(zip(names, map(Reduced, means.unbind(), weights.unbind()), strict=True))
+
+
 def _fingerprint(names: tuple[str, ...]) -> float:
     """A number that identifies a tuple of names; small enough to be summed exactly over 2**20 ranks in float64."""
     return float(int.from_bytes(hashlib.blake2b("\0".join(names).encode(), digest_size=4).digest()) + 1)
@@ -110,25 +117,24 @@ class StepMetricsReducer:
         Raises:
             ValueError: Data-parallel ranks reported different names, or more than 254 besides the loss.
         """
+        if metrics is not None and _HEADER + 2 * len(metrics.names) > _CAPACITY:  # also where nothing is exchanged
+            count = len(metrics.names) - 1
+            raise ValueError(f"loss_function returned {count} metrics; at most {_CAPACITY // 2 - 2} fit")
+        if metrics is not None and metrics.names and self._dp_cp.size() == self._pp.size() == 1:
+            return _divided(metrics.names, metrics.vector())  # nobody to share with
         vector = torch.zeros(_CAPACITY, dtype=torch.float64, device=self._device)
         names: tuple[str, ...] = ()
         if metrics is not None:
             names = self._sum_over_data(metrics, vector)
         if self._pp.size() > 1:
             names = self._share_with_stages(names, vector, has_loss=metrics is not None)
-        sums, weights = vector[_HEADER : _HEADER + 2 * len(names)].view(-1, 2).unbind(dim=1)
-        means = torch.where(weights > 0, sums / weights, torch.zeros_like(sums)).float()
-        reduced = map(Reduced, means.unbind(), weights.unbind())
-        return dict(zip(names, reduced, strict=True))
+        return _divided(names, vector[_HEADER : _HEADER + 2 * len(names)])
 
     def _sum_over_data(self, metrics: StepMetrics, vector: Tensor) -> tuple[str, ...]:
         names = metrics.names
-        size = _HEADER + 2 * len(names)
-        if size > _CAPACITY:
-            raise ValueError(f"loss_function returned {len(names) - 1} metrics; at most {_CAPACITY // 2 - 2} fit")
         if names:
             vector[0], vector[1] = _fingerprint(names), 1.0
-            vector[_HEADER:size] = metrics.vector()
+            vector[_HEADER : _HEADER + 2 * len(names)] = metrics.vector()
         if self._dp_cp.size() > 1:
             torch.distributed.all_reduce(vector, group=self._dp_cp)
             names = self._agreed_names(names, vector)
