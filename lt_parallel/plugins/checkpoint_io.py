@@ -35,12 +35,14 @@ class MegatronCheckpointIO(CheckpointIO):
 
         Raises:
             ValueError: `storage_options` given.
+            FileExistsError: At `path` is a folder with something else in it.
         """
         if storage_options is not None:
             raise ValueError(f"storage_options={storage_options!r}: checkpoints are written to a file system path only")
         from megatron.core import dist_checkpointing
 
         target = Path(path).absolute()
+        _require_replaceable(target)
         partial = target.with_name(f".{target.name}.partial")
         if _rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -76,6 +78,13 @@ class MegatronCheckpointIO(CheckpointIO):
         state: dict[str, Any] = torch.load(directory / TRAINER_FILE, map_location="cpu", weights_only=True)
         return state
 
+    def tensor_shapes(self, path: _PATH) -> dict[str, tuple[int, ...]]:
+        """Global shapes of the tensors in a checkpoint directory, by global name."""
+        from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
+
+        found = load_tensors_metadata(str(Path(path).absolute()))
+        return {entry.key: tuple(entry.global_shape) for entry in found.values()}
+
     def load_sharded(self, path: _PATH, template: dict[str, Any]) -> dict[str, Any]:
         """Reads this rank's shards; collective.
 
@@ -95,6 +104,14 @@ class MegatronCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: _PATH) -> None:
         """Removes a checkpoint directory; called on one rank."""
         shutil.rmtree(path)
+
+
+def _require_replaceable(target: Path) -> None:
+    if target.is_dir() and not (target / TRAINER_FILE).is_file() and any(target.iterdir()):
+        raise FileExistsError(
+            f"{target} is a folder that holds other things than a checkpoint (no {TRAINER_FILE} in it), which saving "
+            f"would replace; choose a path inside it, e.g. {target / 'last.ckpt'}"
+        )
 
 
 def _publish(partial: Path, target: Path) -> None:

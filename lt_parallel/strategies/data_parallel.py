@@ -68,6 +68,18 @@ def copy_from_first_rank(wrapped: DistributedDataParallel, module: nn.Module, gr
         groups: The `ProcessGroupCollection`.
     """
     wrapped.broadcast_params()
+    copy_buffers_from_first_rank(module, groups)
+
+
+def copy_buffers_from_first_rank(module: nn.Module, groups: Any) -> None:
+    """Gives every data-parallel rank the buffers of the first one, e.g. batch norm's running statistics.
+
+    Args:
+        module: A module that isn't cut.
+        groups: The `ProcessGroupCollection`.
+    """
+    if groups.dp_cp.size() == 1:
+        return
     source = torch.distributed.get_global_rank(groups.dp_cp, 0)
     for buffer in module.buffers():
         torch.distributed.broadcast(buffer, src=source, group=groups.dp_cp)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lt_parallel.strategies.data_parallel import whole_parameters
+from lt_parallel.strategies.data_parallel import copy_buffers_from_first_rank, whole_parameters
 from lt_parallel.strategies.log_capture import logs_weighted_by, one_log_per_step
 from lt_parallel.strategies.micro_batches import num_samples
 from lt_parallel.strategies.model_chunks import is_chunked
@@ -33,7 +33,7 @@ class GlobalStep:
     def __init__(
         self, module: L.LightningModule, wrapped: Sequence[Any], config: Any, groups: Any, device: torch.device
     ) -> None:
-        self._module, self._wrapped = module, wrapped
+        self._module, self._wrapped, self._groups = module, wrapped, groups
         self._chunked = is_chunked(module)
         shape = module.micro_batch_shape if is_chunked(module) else None
         self._schedule = StepSchedule(wrapped, config, groups, shape, device)
@@ -58,6 +58,8 @@ class GlobalStep:
             metrics = self._schedule.run(
                 batch, self._chunk_step("training_step", batch_idx), self._loss_function, forward_only=False
             )
+        if not self._chunked:  # evaluation and checkpoints must see one model, as after every step of torch's DDP
+            copy_buffers_from_first_rank(self._module, self._groups)
         self.measured = {name: value.mean for name, value in self._reducer.reduce(metrics).items()}
         return self.measured.pop("loss")
 

@@ -581,18 +581,21 @@ class MegatronParallelStrategy(ParallelStrategy):
 
         checkpoint["consumed_samples"] = self.consumed_samples
         checkpoint["parallel_sizes"] = asdict(self.sizes)
+        checkpoint["data_parallel_sharding_strategy"] = self.arguments.data_parallel_sharding_strategy
         checkpoint["rng_state"] = rng_sharded_state(self.sizes, self.global_rank)
         with whole_parameters(self._wrapped):
             self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(str(filepath)), storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        from lt_parallel.strategies.sharded_state import load_template
+        from lt_parallel.strategies.sharded_state import load_template, require_same_model, require_same_sharding
 
         io = self.checkpoint_io
         assert isinstance(io, MegatronCheckpointIO)
         checkpoint = io.load_checkpoint(checkpoint_path)
         resuming = self._module.trainer.state.fn == TrainerFn.FITTING and "lr_schedulers" in checkpoint
+        if resuming:
+            require_same_sharding(checkpoint, self.sizes, self.arguments.data_parallel_sharding_strategy)
         template = load_template(
             self._wrapped,
             self.megatron_optimizer.core if resuming else None,
@@ -600,6 +603,8 @@ class MegatronParallelStrategy(ParallelStrategy):
             self.sizes if checkpoint["parallel_sizes"] == asdict(self.sizes) else None,
             self.global_rank,
         )
+        strict = self._module.strict_loading
+        require_same_model(io.tensor_shapes(checkpoint_path), template["state_dict"], strict=strict)
         checkpoint.update(io.load_sharded(checkpoint_path, template))
         return checkpoint
 

@@ -215,9 +215,16 @@ class MicroBatchLoader:
             step = self._next_step(micro_batches)
             complete = len(step) == self.num_microbatches
             if total is None and (not step or (self._complete_only and not complete)):
+                self._steps_done = 0
                 return
-            self._steps_done += 1
-            yield step
+            # Without a length Lightning looks one step ahead: what it asked for is being trained on only when it asks
+            # for the next one.
+            if total is not None:
+                self._steps_done += 1
+                yield step
+            else:
+                yield step
+                self._steps_done += 1
 
     def _skipping_iterator(self, skip: int) -> Iterator[Any]:
         sampler = self.sampler

@@ -7,6 +7,7 @@ gradients, so the facade ignores it: the strategy clears the buffers when a step
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -109,12 +110,24 @@ def wrap_torch_optimizer(
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
+    if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "configure_optimizers returned no optimizer that holds parameters to train; a step of Megatron Core needs "
+            "exactly one"
+        )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ValueError(
             "configure_optimizers returned no optimizer that holds parameters; Megatron Core's step needs exactly one"
         )
+    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates the loss several times per step, which Megatron Core's step can't; "
+            "use an optimizer whose step() needs no closure, e.g. torch.optim.AdamW"
+        )
     for group in optimizer.param_groups:
         group.setdefault("is_expert_parallel", False)
+        # Megatron Core's buffers hold what is trained, and it looks up every parameter of the groups in them.
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
     core: Any
     if config.use_distributed_optimizer:
         if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
@@ -122,6 +135,7 @@ def wrap_torch_optimizer(
                 f"data_parallel_sharding_strategy='optim' shards Adam and AdamW states, not "
                 f"{type(optimizer).__name__}; use 'no_shard', or torch.optim.AdamW"
             )
+        _require_same_parameters(optimizer, wrapped)
         core = DistributedOptimizer(
             optimizer,
             config,
@@ -143,6 +157,25 @@ def wrap_torch_optimizer(
         core.grad_stats_parallel_group = groups.mp
     core.tp_group = core.expert_tp_group = groups.tp
     return MegatronOptimizer(ChainedOptimizer([core]))
+
+
+def _require_same_parameters(optimizer: torch.optim.Optimizer, wrapped: Sequence[Any]) -> None:
+    """The distributed optimizer shards whole gradient buffers, so it steps exactly what is in them.
+
+    Raises:
+        ValueError: The optimizer leaves out a parameter, or one was frozen or set free after the buffers were made.
+    """
+    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    buffered = {parameter for chunk in wrapped for buffer in chunk.buffers for parameter in buffer.params}
+    names = {parameter: name for chunk in wrapped for name, parameter in chunk.module.module.named_parameters()}
+    wrong = [name for parameter, name in names.items() if (parameter in stepped) != (parameter in buffered)]
+    if wrong:
+        raise ValueError(
+            "data_parallel_sharding_strategy='optim' steps all parameters with requires_grad=True, but the optimizer "
+            f"of configure_optimizers disagrees on {', '.join(wrong[:5])}"
+            f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}; give it every trained parameter, set "
+            "requires_grad=False on the others in __init__ or configure_model, or use 'no_shard'"
+        )
 
 
 def _init_adam_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:

@@ -106,7 +106,7 @@ class StepSchedule:
             loss_sum, num_tokens, values = loss_function(output, batch)
             if index < num_real:
                 metrics.add(loss_sum, num_tokens, values)
-            return loss_sum, num_tokens.to(torch.int), {}
+            return loss_sum, _whole(num_tokens), {}
 
         def forward_step(indexed: Iterator[tuple[int, Any]], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             index, batch = next(indexed)
@@ -124,3 +124,13 @@ class StepSchedule:
             p2p_communicator=self._p2p,
             pg_collection=self._groups,
         )
+
+
+def _whole(num_tokens: Tensor) -> Tensor:
+    """The count as Megatron Core takes it; on a GPU, where looking would make it wait, a fraction is cut off."""
+    if num_tokens.device.type == "cpu" and num_tokens.is_floating_point() and num_tokens != num_tokens.round():
+        raise ValueError(
+            f"num_tokens={float(num_tokens):g} must be a whole number, as gradients are divided by it; let loss_mask "
+            "hold zeros and ones, and apply weights to the loss itself"
+        )
+    return num_tokens.to(torch.int)

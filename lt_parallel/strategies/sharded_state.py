@@ -162,6 +162,76 @@ def load_template(
     return template
 
 
+def require_same_model(saved: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], *, strict: bool) -> None:
+    """Compares a checkpoint's tensors with the model's. Collective over all ranks.
+
+    Args:
+        saved: Global shapes of what the checkpoint holds, by global name.
+        state: This rank's `model_sharded_state`.
+        strict: Whether neither may have parameters that the other lacks.
+
+    Raises:
+        ValueError: They differ; names the first few differences.
+    """
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, _global_shapes(state))
+    model: dict[str, tuple[int, ...]] = {name: shape for each in every for name, shape in each.items()}
+    of_model = {name for name in saved if not name.startswith("optimizer.")}
+    differing = [
+        f"{name} is {saved[name]} in the checkpoint and {shape} here"
+        for name, shape in model.items()
+        if saved.get(name, shape) != shape
+    ]
+    if strict:
+        differing += [f"{name} {shape} isn't in the checkpoint" for name, shape in model.items() if name not in saved]
+        differing += [f"the checkpoint's {name} {saved[name]} isn't in the model" for name in of_model - model.keys()]
+    if differing:
+        shown = "; ".join(sorted(differing)[:4])
+        more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
+        raise ValueError(
+            f"the checkpoint holds another model than this one: {shown}{more}. Make the module with the arguments "
+            "that it was trained with (they are in the checkpoint's hyper-parameters)"
+        )
+
+
+def _global_shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    shapes = {}
+    for value in nested_values(dict(state)):
+        built = [value.build()] if isinstance(value, ShardedTensorFactory) else [value]
+        for piece in nested_values(built):
+            if isinstance(piece, ShardedTensor):
+                shapes[piece.key] = tuple(piece.global_shape)
+    return shapes
+
+
+def require_same_sharding(checkpoint: Mapping[str, Any], sizes: ParallelSizes, sharding: str) -> None:
+    """Checks that optimizer states can be read at this layout; weights can at any.
+
+    Args:
+        checkpoint: The trainer's part of a checkpoint.
+        sizes: The parallel sizes of this run.
+        sharding: Its `data_parallel_sharding_strategy`.
+
+    Raises:
+        ValueError: They were saved for another one.
+    """
+    saved_sharding, saved_sizes = checkpoint["data_parallel_sharding_strategy"], checkpoint["parallel_sizes"]
+    differing = {"data_parallel_sharding_strategy": (saved_sharding, sharding)}
+    if sharding == "optim":
+        # As the buffers lie: they depend on everything but the data-parallel size.
+        names = [name for name in saved_sizes if name.endswith("_parallel_size")]
+        differing |= {name: (saved_sizes[name], getattr(sizes, name)) for name in names}
+    wrong = [f"{name}={saved!r}, not {now!r}" for name, (saved, now) in differing.items() if saved != now]
+    if wrong:
+        raise ValueError(
+            f"the checkpoint's optimizer states were saved with {', '.join(wrong)}; resume with the same, or start "
+            "from the weights alone (Trainer.save_checkpoint(weights_only=True) writes such a checkpoint)"
+        )
+
+
 def load_model(wrapped: Sequence[Any], state: Mapping[str, Any], *, strict: bool) -> None:
     """Copies what was read into the chunks."""
     for name, chunk in zip(_chunk_names(wrapped), wrapped, strict=True):
