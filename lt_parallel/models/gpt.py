@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor, nn
 
 from lt_parallel.models.base import MegatronLightningModule
+from lt_parallel.models.token_check import check_batch
 from lt_parallel.settings import check_vocab
 from lt_parallel.topology import require_positive_int
 
@@ -240,6 +241,22 @@ class GPTModule(MegatronLightningModule):
 
         assert self.model_chunks is not None
         initialize_chunks(list(self.model_chunks), seed)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Refuses ids outside the vocabulary, positions outside the table, and lengths that can't be cut."""
+        if not self.trainer.predicting:
+            sizes, hp = self.megatron.sizes, self.hparams
+            learned = hp["position_embedding_type"] == "learned_absolute"
+            for micro_batch in batch:
+                check_batch(
+                    micro_batch,
+                    vocab_size=self.vocab_size,
+                    max_positions=self.max_position_embeddings if learned else None,
+                    sequence_multiple=(
+                        sizes.tensor_model_parallel_size if self.megatron.arguments.sequence_parallel else 1
+                    ),
+                )
+        return batch
 
     def forward(self, batch: Mapping[str, Tensor], labels: bool = True) -> Tensor:
         """Runs the active chunk.

@@ -8,6 +8,7 @@ in it can run code. A checkpoint is written beside its place and moved there whe
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 from pathlib import Path
 from typing import Any, override
@@ -49,6 +50,7 @@ class MegatronCheckpointIO(CheckpointIO):
             partial.mkdir(parents=True)
         _barrier()
         sharded = {key: checkpoint[key] for key in SHARDED_KEYS if key in checkpoint}
+        _keep_results_in_this_process()
         dist_checkpointing.save(sharded, str(partial))
         if _rank() == 0:
             torch.save({key: checkpoint[key] for key in checkpoint if key not in SHARDED_KEYS}, partial / TRAINER_FILE)
@@ -112,6 +114,18 @@ def _require_replaceable(target: Path) -> None:
             f"{target} is a folder that holds other things than a checkpoint (no {TRAINER_FILE} in it), which saving "
             f"would replace; choose a path inside it, e.g. {target / 'last.ckpt'}"
         )
+
+
+def _keep_results_in_this_process() -> None:
+    """Gives Megatron Core's writer a plain queue for its results.
+
+    By itself it starts a manager process on each rank, which runs the user's script once more to import it, and stays
+    behind when the rank is killed. A save that isn't asynchronous writes with threads of this process only.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def _publish(partial: Path, target: Path) -> None:

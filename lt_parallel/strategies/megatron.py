@@ -436,6 +436,7 @@ class MegatronParallelStrategy(ParallelStrategy):
             num_microbatches=self._run.batch_plan.num_microbatches_of(dataloader),
             num_replicas=replicas,
             complete_only=trainer.training,
+            epoch_steps=trainer.limit_train_batches if trainer.training else 1.0,
             seed=self.seed + self.data_parallel_rank,
         )
 

@@ -131,6 +131,7 @@ class MicroBatchLoader:
         num_replicas: Data-parallel size.
         complete_only: Training: only steps whose global batch is complete. Otherwise the last list may be shorter, even
             empty on some ranks, so that every rank takes the same number of steps.
+        epoch_steps: Steps that the Trainer makes of an epoch, in steps (int) or as a share (float).
         seed: For the seeds of the loader's workers. By itself a loader draws them from torch's global generator, which
             a resumed run would then find at another place.
 
@@ -139,9 +140,17 @@ class MicroBatchLoader:
     """
 
     def __init__(
-        self, dataloader: Any, *, num_microbatches: int, num_replicas: int, complete_only: bool, seed: int = 0
+        self,
+        dataloader: Any,
+        *,
+        num_microbatches: int,
+        num_replicas: int,
+        complete_only: bool,
+        epoch_steps: int | float = 1.0,
+        seed: int = 0,
     ) -> None:
         self.dataloader = dataloader
+        self._epoch_steps = epoch_steps
         if isinstance(dataloader, DataLoader) and dataloader.generator is None:
             dataloader.generator = torch.Generator().manual_seed(seed)
         self.num_microbatches = num_microbatches
@@ -183,6 +192,8 @@ class MicroBatchLoader:
             micro_batches = len(self.dataloader)
         except TypeError:  # an iterable dataset without a length
             return None
+        if self._complete_only and _ends_with_a_rest(self.dataloader):
+            micro_batches -= 1
         whole, rest = divmod(micro_batches, self.num_microbatches)
         return whole if self._complete_only or rest == 0 else whole + 1
 
@@ -213,18 +224,16 @@ class MicroBatchLoader:
         micro_batches = self._skipping_iterator(skip)
         while total is None or self._steps_done < total:
             step = self._next_step(micro_batches)
-            complete = len(step) == self.num_microbatches
+            complete = len(step) == self.num_microbatches and num_samples(step[-1]) == num_samples(step[0])
             if total is None and (not step or (self._complete_only and not complete)):
                 self._steps_done = 0
                 return
-            # Without a length Lightning looks one step ahead: what it asked for is being trained on only when it asks
-            # for the next one.
-            if total is not None:
-                self._steps_done += 1
-                yield step
-            else:
-                yield step
-                self._steps_done += 1
+            # Where Lightning doesn't know the number of steps it looks one step ahead: then what it asked for is
+            # trained on only when it asks for the next one.
+            looks_ahead = total is None and isinstance(self._epoch_steps, float)
+            self._steps_done += 0 if looks_ahead else 1
+            yield step
+            self._steps_done += 1 if looks_ahead else 0
 
     def _skipping_iterator(self, skip: int) -> Iterator[Any]:
         sampler = self.sampler
@@ -254,4 +263,16 @@ class MicroBatchLoader:
         """The next iteration begins after the steps done; a whole epoch done means none are skipped."""
         done = int(state["steps_done"])
         total = self._known_steps()
+        if isinstance(self._epoch_steps, int):
+            total = self._epoch_steps if total is None else min(total, self._epoch_steps)
+        elif total is not None:
+            total = int(total * self._epoch_steps)
         self._resume_at = 0 if total is not None and done >= total else done
+
+
+def _ends_with_a_rest(dataloader: Any) -> bool:
+    """Whether the last micro batch is smaller than the others, which a pipeline couldn't pass on."""
+    if not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset):
+        return False
+    size = dataloader.batch_size
+    return size is not None and not dataloader.drop_last and len(dataloader.sampler) % size > 0  # type: ignore[arg-type]

@@ -32,7 +32,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         #: False when the last step was skipped because a gradient wasn't finite.
         self.step_was_successful = True
+        self._complete = False
         super().__init__([nn.Parameter(torch.empty(0))], {})
+        self._complete = True
 
     # torch's base class assigns both; Megatron Core owns them.
     @property
@@ -46,7 +48,17 @@ class MegatronOptimizer(torch.optim.Optimizer):
         pass
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only called by the base class, with its placeholder. Groups are fixed once Megatron Core has sharded them."""
+        """Called by the base class with its placeholder; nobody else may.
+
+        Raises:
+            ValueError: The optimizer exists: its groups are fixed once Megatron Core has sharded them.
+        """
+        if self._complete:
+            raise ValueError(
+                "parameters can't be added to an optimizer of MegatronParallelStrategy while it trains (callbacks that "
+                "unfreeze layers do that); give configure_optimizers all parameters and begin with a rate of 0 in the "
+                "group that is to be trained later"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing, see the module's docstring."""
@@ -115,11 +127,8 @@ def wrap_torch_optimizer(
             "configure_optimizers returned no optimizer that holds parameters to train; a step of Megatron Core needs "
             "exactly one"
         )
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise ValueError(
-            "configure_optimizers returned no optimizer that holds parameters; Megatron Core's step needs exactly one"
-        )
-    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{type(optimizer).__name__} evaluates the loss several times per step, which Megatron Core's step can't; "
             "use an optimizer whose step() needs no closure, e.g. torch.optim.AdamW"

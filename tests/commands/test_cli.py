@@ -20,7 +20,7 @@ from tests.support.processes import descendants
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = Path(sys.executable).parent / "lt-parallel"
-TIMEOUT_S = 170
+TIMEOUT_S = 270
 MODULES = """
 from lt_parallel.models import GPTModule
 
@@ -111,7 +111,7 @@ def commands(folder: Path) -> Iterator[dict[str, Future[Done]]]:
         yield {name: pool.submit(_run, folder, *arguments) for name, arguments in COMMANDS.items()}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_fit_on_one_rank_without_a_logger(commands: dict[str, Future[Done]], folder: Path) -> None:
     done = commands["one rank"].result()
     assert done.status == 0, done.stderr
@@ -122,7 +122,7 @@ def test_fit_on_one_rank_without_a_logger(commands: dict[str, Future[Done]], fol
     assert "Warning" not in done.stderr, done.stderr
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 def test_fit_on_two_ranks_then_validate_and_predict_on_one(commands: dict[str, Future[Done]], folder: Path) -> None:
     done = commands["two ranks"].result()
     assert done.status == 0, done.stderr
@@ -151,7 +151,7 @@ def test_fit_on_two_ranks_then_validate_and_predict_on_one(commands: dict[str, F
     assert "Finished predict: 3 continuations" in predicted.stdout
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "words"),
     [

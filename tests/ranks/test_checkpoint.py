@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -105,6 +106,15 @@ def test_saving_again_replaces_the_checkpoint(tmp_path: Path) -> None:
     second = run_ranks(saved_and_validated, 2, 2, {"tensor_model_parallel_size": 2}, path)[0]
     assert [entry.name for entry in tmp_path.iterdir()] == ["same.ckpt"]
     assert run_ranks(validated, 1, 1, {}, path)[0] == pytest.approx(second, abs=5e-6)
+
+
+def children_after_saving(path: str) -> int:
+    saved_and_validated(1, {}, path)
+    return len(psutil.Process().children(recursive=True))
+
+
+def test_saving_starts_no_process(tmp_path: Path) -> None:
+    assert run_ranks(children_after_saving, 1, str(tmp_path / "alone.ckpt")) == [0]
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "empty directory"])
