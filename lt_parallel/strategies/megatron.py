@@ -477,18 +477,19 @@ class MegatronParallelStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.last_lr = float(optimizer.param_groups[0]["lr"])
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        if is_chunked(self._module):
-            self._report_step(self.last_lr)
+        self._report_step(self.last_lr)
         return result
 
     def _report_step(self, lr: float) -> None:
-        """Shows what the loss function measured (the first of it in the progress bar too), and what a step is about."""
-        measured, grad_norm = self.global_step.measured, self.megatron_optimizer.grad_norm
-        values: dict[str, Tensor | float] = dict(measured)
-        if grad_norm is not None:
-            values["grad_norm"] = grad_norm
-        values.update(lr=lr, consumed_samples=float(self.consumed_samples))
-        report_step(self._module.trainer, values, in_bar=list(measured)[:1])
+        """Shows what the loss function measured, and for chunks what a step is about; plain modules log by themselves."""
+        measured: dict[str, Tensor | float] = dict(self.global_step.measured)
+        values = dict(measured)
+        if is_chunked(self._module):
+            grad_norm = self.megatron_optimizer.grad_norm
+            values.update({} if grad_norm is None else {"grad_norm": grad_norm})
+            values.update(lr=lr, consumed_samples=float(self.consumed_samples))
+        if values:
+            report_step(self._module.trainer, values, in_bar=list(measured)[:1])
 
     @override
     def validation_step(self, batch: list[Any], *args: Any) -> Any:
