@@ -481,7 +481,7 @@ class MegatronParallelStrategy(ParallelStrategy):
         return result
 
     def _report_step(self, lr: float) -> None:
-        """Shows what the loss function measured, and for chunks what a step is about; plain modules log by themselves."""
+        """Shows what the loss function measured, and for chunks what a step is about (plain modules log that)."""
         measured: dict[str, Tensor | float] = dict(self.global_step.measured)
         values = dict(measured)
         if is_chunked(self._module):
