@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from types import NoneType, UnionType
+from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
 from lt_parallel.topology import ParallelSizes, padded_vocab_size, require_divisible
 
 Target = Literal["model", "ddp", "optimizer"]
+_SIMPLE = (bool, int, float, str, NoneType)
 TARGETS: tuple[Target, ...] = ("model", "ddp", "optimizer")
 
 
@@ -79,7 +82,7 @@ class Settings:
 
         Raises:
             ValueError: A name is in none of the configs, or is owned by the strategy, a callback, the precision
-                plugin or the module.
+                plugin or the module; or a value is of another type than the field.
         """
         names = {target: {field.name for field in dataclasses.fields(cls)} for target, cls in config_classes.items()}
         for name, value in overrides.items():
@@ -97,7 +100,7 @@ class Settings:
                         f"(to {owned.value!r}); set it there instead"
                     )
             for target in targets:
-                self.contribute("config_overrides", target, **{name: value})
+                self.contribute("config_overrides", target, **{name: _typed(name, value, config_classes[target])})
 
     def get(self, target: Target, name: str, default: Any = None) -> Any:
         """The value of one field, or `default` when nobody set it."""
@@ -126,6 +129,28 @@ class Settings:
         """
         for rule in RULES:
             rule(self)
+
+
+def _typed(name: str, value: Any, config_class: type) -> Any:
+    """The value of a field of a simple type: bool, int, float, str, an enum (by its name too), or None with these.
+
+    Raises:
+        ValueError: The field can't take it. Fields of other types take anything.
+    """
+    hint = get_type_hints(config_class)[name]
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if not all(kind in _SIMPLE or isinstance(kind, enum.EnumType) for kind in kinds):
+        return value
+    if type(value) in kinds or (type(value) is int and float in kinds):
+        return value
+    members: dict[str, enum.Enum] = {}
+    for kind in kinds:
+        if isinstance(kind, enum.EnumType):
+            members |= kind.__members__
+    if value in members:
+        return members[value]
+    names = [*members, *("None" if kind is NoneType else kind.__name__ for kind in kinds if kind in _SIMPLE)]
+    raise ValueError(f"config_overrides: {name}={value!r} must be {' or '.join(names)}, not {type(value).__name__}")
 
 
 def _heads_divide(settings: Settings) -> None:

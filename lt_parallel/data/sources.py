@@ -69,9 +69,11 @@ def list_files(paths: str | Sequence[str], pattern: str | None = None) -> list[S
     Raises:
         DataError: If a path is missing, or a folder or glob holds no file.
     """
-    given = [paths] if isinstance(paths, str) else list(paths)
+    given = list(paths) if isinstance(paths, Sequence) and not isinstance(paths, str) else [paths]
     if not given:
         raise DataError("paths=[] names no text; give at least one file, folder or glob")
+    if not all(isinstance(text, str) and text for text in given):
+        raise DataError(f"paths={paths!r} must name files, folders or globs, as text that isn't empty")
     found: dict[Path, SourceFile] = {}
     for text in given:
         for file in _expand(text, pattern):

@@ -120,6 +120,7 @@ class TextDataModule(L.LightningDataModule):
         if all(name in self._datasets for name in wanted):
             return
         cache = self._open_cache()
+        self._check_length(cache)
         segments = split_documents(cache.offsets, cache.hashes, self.val_fraction, self.test_fraction)
         for name in wanted:
             dataset = TokenWindows(cache, segments[name], self.seq_length)
@@ -134,15 +135,18 @@ class TextDataModule(L.LightningDataModule):
         held_out = {"val": self.val_fraction, "test": self.test_fraction}
         return held_out.get(split, 1 - self.val_fraction - self.test_fraction)
 
+    def _check_length(self, cache: TokenCache) -> None:
+        """Raise unless the text gives one sequence; before anything of a sequence's length is made."""
+        total, needed = cache.num_tokens, self.seq_length + 1
+        if total < needed:
+            raise DataError(
+                f"the text holds {total} tokens ({len(cache.hashes)} documents), but one sequence needs seq_length + 1 "
+                f"= {needed}; add text, or set seq_length to at most {total - 1}"
+            )
+
     def _check_split(self, name: str, dataset: TokenWindows, cache: TokenCache) -> None:
         """Raise unless a split gives one sequence, and the train split one batch."""
         total, needed = cache.num_tokens, self.seq_length + 1
-        documents = len(cache.hashes)
-        if total < needed:
-            raise DataError(
-                f"the text holds {total} tokens ({documents} documents), but one sequence needs seq_length + 1 = "
-                f"{needed}; add text, or set seq_length to at most {total - 1}"
-            )
         if len(dataset) == 0:
             fixes = ["add text"]
             if dataset.num_tokens > 1:
@@ -212,6 +216,8 @@ def check_sizes(**sizes: int) -> None:
     """Raise DataError unless each is a positive whole number (``num_workers`` may be 0)."""
     for name, value in sizes.items():
         least = 0 if name == "num_workers" else 1
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise DataError(f"{name}={value!r} must be a whole number of at least {least}")
         if value < least:
             raise DataError(f"{name}={value} must be at least {least}; nearest valid: {name}={least}")
 

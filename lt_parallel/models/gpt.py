@@ -47,6 +47,25 @@ _POSITIVE = (
 )
 
 
+_FLAGS = ("swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights")
+_NUMBERS = (
+    "layernorm_epsilon",
+    "rotary_base",
+    "rotary_percent",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "lr",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "lr_warmup_iters",
+    "temperature",
+    "top_k",
+)
+
+
 class GPTModule(MegatronLightningModule):
     """A decoder-only transformer language model, cut as the strategy says.
 
@@ -143,23 +162,46 @@ class GPTModule(MegatronLightningModule):
         for name, choices in _CHOICES.items():
             if hp[name] not in get_args(choices):
                 raise ValueError(f"{name}={hp[name]!r} is not one of {', '.join(get_args(choices))}")
+        self._check_types()
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= hp[name] < 1:
                 raise ValueError(f"{name}={hp[name]} must be at least 0 and less than 1")
         if not 0 < hp.rotary_percent <= 1:
             raise ValueError(f"rotary_percent={hp.rotary_percent} must be more than 0 and at most 1")
-        if hp.temperature < 0 or hp.top_k < 0:
-            raise ValueError(f"temperature={hp.temperature} and top_k={hp.top_k} must not be negative")
+        if hp.position_embedding_type == "rope":
+            self._check_rotary()
         if self.max_position_embeddings < self.seq_length:
             raise ValueError(
                 f"max_position_embeddings={self.max_position_embeddings} must be at least seq_length={self.seq_length}"
             )
         self._check_schedule()
 
+    def _check_types(self) -> None:
+        hp: Any = self.hparams
+        for name in _FLAGS:
+            if not isinstance(hp[name], bool):
+                raise ValueError(f"{name}={hp[name]!r} must be True or False")
+        for name in _NUMBERS:
+            if not isinstance(hp[name], int | float) or isinstance(hp[name], bool) or not hp[name] >= 0:
+                raise ValueError(f"{name}={hp[name]!r} must be a number that isn't negative")
+        for name in ("lr_warmup_iters", "top_k"):
+            if not isinstance(hp[name], int):
+                raise ValueError(f"{name}={hp[name]!r} must be an integer")
+
+    def _check_rotary(self) -> None:
+        hp: Any = self.hparams
+        channels = hp.kv_channels or hp.hidden_size // hp.num_attention_heads
+        rotated = int(channels * hp.rotary_percent)
+        if rotated % 2 or rotated == 0:
+            raise ValueError(
+                f"rope turns pairs of channels: {channels} channels per head x rotary_percent={hp.rotary_percent} = "
+                f"{rotated}, which must be even and at least 2; change kv_channels or rotary_percent"
+            )
+        if hp.rotary_base == 0:
+            raise ValueError("rotary_base=0 must be positive; usual: 10000")
+
     def _check_schedule(self) -> None:
         hp: Any = self.hparams
-        if hp.lr_warmup_iters < 0:
-            raise ValueError(f"lr_warmup_iters={hp.lr_warmup_iters} must not be negative")
         if hp.lr_warmup_iters >= hp.lr_decay_iters:
             raise ValueError(
                 f"lr_warmup_iters={hp.lr_warmup_iters} must be less than lr_decay_iters={hp.lr_decay_iters}"

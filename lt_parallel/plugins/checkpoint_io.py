@@ -76,6 +76,9 @@ class MegatronCheckpointIO(CheckpointIO):
             kind = "a file, not a directory" if directory.is_file() else "no such checkpoint"
             if directory.is_dir():
                 kind = f"a directory without {TRAINER_FILE}: incomplete, or not written by lt_parallel"
+            replaced = _replaced(directory)
+            if not directory.exists() and replaced.is_dir():  # a save was killed between its last two renamings
+                kind += f"; the one before it is {replaced}: move it to {directory.name}"
             raise FileNotFoundError(f"{directory}: {kind}")
         state: dict[str, Any] = torch.load(directory / TRAINER_FILE, map_location="cpu", weights_only=True)
         return state
@@ -133,11 +136,16 @@ def _publish(partial: Path, target: Path) -> None:
     if not target.exists():
         os.rename(partial, target)
         return
-    replaced = target.with_name(f".{target.name}.replaced")
+    replaced = _replaced(target)
     shutil.rmtree(replaced, ignore_errors=True)
     os.rename(target, replaced)
     os.rename(partial, target)
     shutil.rmtree(replaced) if replaced.is_dir() else replaced.unlink()
+
+
+def _replaced(target: Path) -> Path:
+    """Where the previous checkpoint is while the new one takes its place."""
+    return target.with_name(f".{target.name}.replaced")
 
 
 def _rank() -> int:

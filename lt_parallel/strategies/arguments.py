@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 ShardingStrategy = Literal["no_shard", "optim"]
 LayerBackendName = Literal["auto", "torch", "transformer_engine"]
 OWNER = "MegatronParallelStrategy"
+_MOST_MINUTES = 366 * 24 * 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,12 @@ class StrategyArguments:
                 f"num_microbatches={self.num_microbatches} and global_batch_size={self.global_batch_size} are both "
                 "given, but one follows from the other; give one of them"
             )
-        if self.timeout <= timedelta(0):
-            raise ValueError(f"timeout_minutes={self.timeout.total_seconds() / 60:g} must be positive")
+        overrides: Any = self.config_overrides
+        if not isinstance(overrides, Mapping) or not all(isinstance(name, str) for name in overrides):
+            raise ValueError(
+                f"config_overrides={overrides!r} must be a dictionary from field names to values, e.g. "
+                '{"qk_layernorm": True}'
+            )
 
     def parallel_sizes(self, world_size: int) -> ParallelSizes:
         """The sizes of a run on `world_size` ranks, as far as the arguments alone say them.
@@ -93,6 +99,20 @@ class StrategyArguments:
         sharded = self.data_parallel_sharding_strategy == "optim"
         settings.contribute(OWNER, "ddp", use_distributed_optimizer=sharded)
         settings.contribute(OWNER, "optimizer", use_distributed_optimizer=sharded)
+
+
+def timeout_from(minutes: Any) -> timedelta:
+    """`timeout_minutes` as a duration.
+
+    Raises:
+        ValueError: It isn't a positive number that a duration can hold.
+    """
+    number = isinstance(minutes, int | float) and not isinstance(minutes, bool)
+    if not number or not 0 < minutes <= _MOST_MINUTES:
+        raise ValueError(
+            f"timeout_minutes={minutes!r} must be a positive number of at most {_MOST_MINUTES} (a year); usual: 30"
+        )
+    return timedelta(minutes=minutes)
 
 
 def _require_one_of(name: str, value: object, allowed: Any) -> None:

@@ -15,7 +15,6 @@ import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, override
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from lt_parallel import runtime
 from lt_parallel.plugins.checkpoint_io import MegatronCheckpointIO
 from lt_parallel.plugins.precision import MegatronPrecision
-from lt_parallel.strategies.arguments import LayerBackendName, ShardingStrategy, StrategyArguments
+from lt_parallel.strategies.arguments import LayerBackendName, ShardingStrategy, StrategyArguments, timeout_from
 from lt_parallel.strategies.failure import Failure, FailureWatch
 from lt_parallel.strategies.micro_batches import (
     MicroBatchLoader,
@@ -133,8 +132,8 @@ class MegatronParallelStrategy(ParallelStrategy):
             num_microbatches=num_microbatches,
             global_batch_size=global_batch_size,
             layer_backend=layer_backend,
-            config_overrides=dict(config_overrides or {}),
-            timeout=timedelta(minutes=timeout_minutes),
+            config_overrides={} if config_overrides is None else config_overrides,
+            timeout=timeout_from(timeout_minutes),
         )
         self.num_nodes = 1
         #: Megatron Core's `ProcessGroupCollection`, from `setup_environment` on.

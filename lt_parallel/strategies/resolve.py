@@ -70,6 +70,8 @@ def resolve_run(
         _check_plain(settings.sizes, module)
     if arguments.config_overrides:
         settings.override(arguments.config_overrides, config_classes(module))
+    if backend is not None:
+        _check_low_precision(settings, backend)
     settings.validate()
     batch_plan = BatchPlan(settings.sizes, arguments.num_microbatches, arguments.global_batch_size)
     return ResolvedRun(settings, batch_plan, layout, backend)
@@ -119,6 +121,17 @@ def _resolve_backend(arguments: StrategyArguments, settings: Settings, device_ty
     backend = resolve_layer_backend(arguments.layer_backend, device_type)
     settings.contribute(f"{OWNER}(layer_backend=...)", "model", **backend.config_fields)
     return backend
+
+
+def _check_low_precision(settings: Settings, backend: LayerBackend) -> None:
+    """TransformerEngine alone computes in fewer than 16 bits; the torch layers would leave the option unread."""
+    for name in ("fp8", "fp4"):
+        value = settings.get("model", name)
+        if value and backend.name == "torch":
+            raise ValueError(
+                f"{name}={value!r} needs layer_backend='transformer_engine' on a CUDA device, but this run has "
+                f"layer_backend='torch'; remove {name}"
+            )
 
 
 def _check_trainer(trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -15,6 +15,7 @@ import megatron.core  # noqa: F401  (it runs git when it is imported; below no p
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -229,6 +230,27 @@ BAD: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["config_overrides", "grad_reduce_in_fp32=True", "precision='32-true'"],
     ),
+    "override: of another type": (
+        2,
+        {"config_overrides": {"attention_softmax_in_fp32": "maybe"}},
+        {},
+        ["attention_softmax_in_fp32='maybe'", "must be bool, not str"],
+    ),
+    "override: no such member": (
+        2,
+        {"config_overrides": {"attention_backend": "flush"}},
+        {},
+        ["attention_backend='flush'", "flash or fused or unfused or local or auto"],
+    ),
+    "override: no names": (2, {"config_overrides": [1]}, {}, ["config_overrides=[1]", "must be a dictionary"]),
+    "fp8 without TransformerEngine": (
+        2,
+        {"config_overrides": {"fp8": "e4m3"}},
+        {},
+        ["fp8='e4m3'", "layer_backend='transformer_engine'", "remove fp8"],
+    ),
+    "timeout: text": (2, {"timeout_minutes": "5"}, {}, ["timeout_minutes='5'", "positive number"]),
+    "timeout: endless": (2, {"timeout_minutes": float("inf")}, {}, ["timeout_minutes=inf", "positive number"]),
     "layer backend": (
         2,
         {"layer_backend": "tensorrt"},
@@ -413,6 +435,30 @@ def test_contributions_and_overrides_reach_the_settings() -> None:
     assert settings.get("optimizer", "log_num_zeros_in_grad") is True
     assert settings.owner("ddp", "bucket_size") == "config_overrides"
     assert settings.get("model", "bucket_size") is None
+
+
+def test_an_override_names_an_enum_member_and_may_be_a_whole_number() -> None:
+    overrides = {"attention_backend": "unfused", "softmax_scale": 1}
+    settings = resolved(2, {**TP2, "config_overrides": overrides})
+    assert settings.get("model", "attention_backend") is AttnBackend.unfused
+    assert settings.get("model", "softmax_scale") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"swiglu": "no"}, "swiglu='no' must be True or False"),
+        ({"layernorm_epsilon": -1.0}, "layernorm_epsilon=-1.0 must be a number that isn't negative"),
+        ({"lr": "fast"}, "lr='fast' must be a number"),
+        ({"top_k": 1.5}, "top_k=1.5 must be an integer"),
+        ({"kv_channels": 15, "position_embedding_type": "rope"}, "15 channels per head x rotary_percent=1.0 = 15"),
+        ({"rotary_percent": 0.01, "position_embedding_type": "rope"}, "which must be even and at least 2"),
+        ({"rotary_base": 0, "position_embedding_type": "rope"}, "rotary_base=0 must be positive"),
+    ],
+)
+def test_a_model_argument_that_cannot_work_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        GPTModule(**{**TINY, **arguments})
 
 
 @pytest.mark.parametrize(

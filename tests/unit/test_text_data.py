@@ -544,6 +544,8 @@ def test_missing_paths_are_named(tmp_path: Path, cache_dir: str) -> None:
     raises(f"{str(tmp_path / 'no/such')!r} doesn't exist", paths=str(tmp_path / "no/such"), cache_dir=cache_dir)
     raises(f"nearest folder that does is {str(tmp_path)!r}", paths=[str(tmp_path / "no/such")], cache_dir=cache_dir)
     raises("paths=[] names no text", paths=[], cache_dir=cache_dir)
+    for empty in ("", ["a", ""]):  # the working directory isn't meant
+        raises(f"paths={empty!r} must name files, folders or globs", paths=empty, cache_dir=cache_dir)
     write(tmp_path / "d/x.txt", "text")
     raises("matches pattern='**/*.py' (it does hold 'x.txt')", paths=str(tmp_path / "d"), pattern="**/*.py")
     raises("matches nothing", paths=str(tmp_path / "*.rst"), cache_dir=cache_dir)
@@ -565,6 +567,7 @@ def test_too_little_text_says_how_much(tmp_path: Path, cache_dir: str) -> None:
     options: dict[str, Any] = {"paths": path, "cache_dir": cache_dir}
     raises("holds 100 tokens (1 documents), but one sequence needs seq_length + 1 = 101", seq_length=100, **options)
     raises("set seq_length to at most 99", seq_length=100, **options)
+    raises("set seq_length to at most 99", seq_length=10**14, **options)  # said before anything that long is made
     raises("the train split holds 90 of the text's 100 tokens", seq_length=95, val_fraction=0.1, **options)
     raises("the val split holds 10 of the text's 100 tokens", seq_length=10, val_fraction=0.1, **options)
     raises(
@@ -593,6 +596,7 @@ def test_prepare_data_leaves_errors_to_setup(tmp_path: Path, cache_dir: str) -> 
 
 def test_bad_options(tmp_path: Path, cache_dir: str) -> None:
     raises("seq_length=0 must be at least 1", paths="x", seq_length=0)
+    raises("micro_batch_size=2.5 must be a whole number", paths="x", micro_batch_size=2.5)
     raises("micro_batch_size=-1 must be at least 1", paths="x", micro_batch_size=-1)
     raises("num_workers=-2 must be at least 0", paths="x", num_workers=-2)
     raises("val_fraction=0.5 and test_fraction=0.5", paths="x", val_fraction=0.5, test_fraction=0.5)
