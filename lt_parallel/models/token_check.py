@@ -38,7 +38,8 @@ def check_batch(
     if max_positions is not None:
         limit = f"max_position_embeddings={max_positions}"
         _require_below(batch["position_ids"], "position_ids", max_positions, limit, "max_position_embeddings")
-    if _range(labels)[0] < 0 or _range(labels)[1] >= vocab_size:
+    lowest, highest = _range(labels)
+    if lowest < 0 or highest >= vocab_size:
         counted = labels[batch["loss_mask"] != 0]
         if counted.numel():
             _require_below(counted, "labels", vocab_size, f"vocab_size={vocab_size}", "vocab_size")

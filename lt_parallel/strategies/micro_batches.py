@@ -185,16 +185,17 @@ class MicroBatchLoader:
     def _known_steps(self) -> int | None:
         sampler = self.sampler
         if isinstance(sampler, GlobalOrderSampler) and self.batch_size is not None:
+            # In samples of all ranks, so that every rank comes to the same number.
+            available = len(self.dataset)
             per_step = self.batch_size * self.num_microbatches * self._num_replicas
-            whole, rest = divmod(len(self.dataset), per_step)
-            return whole if self._complete_only or rest == 0 else whole + 1
-        try:
-            micro_batches = len(self.dataloader)
-        except TypeError:  # an iterable dataset without a length
-            return None
-        if self._complete_only and _ends_with_a_rest(self.dataloader):
-            micro_batches -= 1
-        whole, rest = divmod(micro_batches, self.num_microbatches)
+        else:
+            try:
+                available, per_step = len(self.dataloader), self.num_microbatches  # in micro batches
+            except TypeError:  # an iterable dataset without a length
+                return None
+            if self._complete_only and _ends_with_a_rest(self.dataloader):
+                available -= 1
+        whole, rest = divmod(available, per_step)
         return whole if self._complete_only or rest == 0 else whole + 1
 
     def _too_few(self) -> str:

@@ -149,7 +149,7 @@ def wrap_torch_optimizer(
             optimizer,
             config,
             None,
-            _init_adam_state,
+            create_adam_states,
             model_chunks=list(wrapped),
             per_model_buffers={0: wrapped[0].buffers},
             data_parallel_group=groups.dp_cp,
@@ -159,10 +159,10 @@ def wrap_torch_optimizer(
         )
         core.grad_stats_parallel_group = groups.intra_dist_opt
     elif config.bf16:
-        core = Float16OptimizerWithFloat16Params(optimizer, config, None, _init_adam_state)
+        core = Float16OptimizerWithFloat16Params(optimizer, config, None, create_adam_states)
         core.grad_stats_parallel_group = groups.mp
     else:
-        core = FP32Optimizer(optimizer, config, _init_adam_state)
+        core = FP32Optimizer(optimizer, config, create_adam_states)
         core.grad_stats_parallel_group = groups.mp
     core.tp_group = core.expert_tp_group = groups.tp
     return MegatronOptimizer(ChainedOptimizer([core]))
@@ -187,13 +187,22 @@ def _require_same_parameters(optimizer: torch.optim.Optimizer, wrapped: Sequence
         )
 
 
-def _init_adam_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Makes empty Adam moments, so that a checkpoint's have somewhere to go; other optimizers do so on loading."""
+def create_adam_states(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Makes the states of torch's Adam that a checkpoint is read into; other optimizers make theirs on loading.
+
+    Megatron Core's distributed optimizer expects them before it loads when torch's Adam does the step (no Apex, no
+    TransformerEngine): without them it fails on the missing step count.
+
+    Args:
+        optimizer: Left alone if it isn't torch's Adam; parameters that have a state keep it.
+        config: Megatron Core passes its own; not needed.
+    """
     if not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if not state:
+                state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = torch.zeros_like(parameter.data)
                 state["exp_avg_sq"] = torch.zeros_like(parameter.data)

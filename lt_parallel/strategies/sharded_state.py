@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lt_parallel.strategies.optimizer import create_adam_states
 
 if TYPE_CHECKING:
     from lt_parallel.topology import ParallelSizes
@@ -51,33 +53,12 @@ def optimizer_sharded_state(core: Any, wrapped: Sequence[Any], groups: Any, *, i
         is_loading: Whether it is a template to load into.
     """
     if is_loading:
-        _create_adam_states(core)
+        for part in core.chained_optimizers:
+            create_adam_states(part.optimizer)
     state: dict[str, Any] = core.sharded_state_dict(
         model_sharded_state(wrapped, groups), is_loading=is_loading, metadata=_metadata(groups)
     )
     return state
-
-
-def _torch_adams(core: Any) -> Iterator[torch.optim.Optimizer]:
-    for part in core.chained_optimizers:
-        if isinstance(part.optimizer, torch.optim.Adam):
-            yield part.optimizer
-
-
-def _create_adam_states(core: Any) -> None:
-    """Makes the states that a checkpoint is read into.
-
-    Megatron Core's distributed optimizer expects them before it loads when torch's Adam does the step (no Apex, no
-    TransformerEngine): without them it fails on the missing step count.
-    """
-    for optimizer in _torch_adams(core):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state[parameter]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
 def load_optimizer(core: Any, state: Mapping[str, Any]) -> None:
