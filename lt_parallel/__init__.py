@@ -13,6 +13,9 @@ from lt_parallel.runtime import install_finder
 install_finder()
 
 if TYPE_CHECKING:
+    from lt_parallel.callbacks.experiment_record import ExperimentRecord
+    from lt_parallel.callbacks.memory import MemoryMonitor
+    from lt_parallel.callbacks.throughput import ThroughputMonitor
     from lt_parallel.data.indexed import IndexedDataModule
     from lt_parallel.data.text import TextDataModule
     from lt_parallel.models.gpt import GPTModule
@@ -23,22 +26,28 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ExperimentRecord",
     "GPTModule",
     "IndexedDataModule",
     "MegatronCheckpointIO",
     "MegatronParallelStrategy",
     "MegatronPrecision",
+    "MemoryMonitor",
     "TextDataModule",
+    "ThroughputMonitor",
     "__version__",
 ]
 
 _HOMES = {
+    "ExperimentRecord": "callbacks.experiment_record",
     "GPTModule": "models.gpt",
     "IndexedDataModule": "data.indexed",
     "MegatronCheckpointIO": "plugins.checkpoint_io",
     "MegatronParallelStrategy": "strategies.megatron",
     "MegatronPrecision": "plugins.precision",
+    "MemoryMonitor": "callbacks.memory",
     "TextDataModule": "data.text",
+    "ThroughputMonitor": "callbacks.throughput",
 }
 
 

@@ -1,12 +1,15 @@
 """`lt-parallel`: the sub-commands, and nothing that takes time before one of them is chosen.
 
-`fit`, `validate`, `test` and `predict` are LightningCLI's (`lt_parallel.lightning_cli`); `data` writes data sets.
+`fit`, `validate`, `test` and `predict` are LightningCLI's (`lt_parallel.lightning_cli`); `data` writes data sets;
+`scaling` measures how throughput grows with the number of devices.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import sys
+from typing import NoReturn
 
 from lt_parallel.outcome import CommandError, run_command
 
@@ -16,7 +19,11 @@ TRAINER_COMMANDS = {
     "test": "one pass over the test data",
     "predict": "continue the prompts of the data module",
 }
-COMMANDS = {**TRAINER_COMMANDS, "data": "write a Megatron .bin/.idx pair from text or JSONL"}
+COMMANDS = {
+    **TRAINER_COMMANDS,
+    "data": "write a Megatron .bin/.idx pair from text or JSONL",
+    "scaling": "speedup and efficiency over the number of devices, and what limits them",
+}
 
 _EXAMPLE = """\
 lt-parallel fit --config recipes/gpt_tiny.yaml
@@ -50,6 +57,8 @@ def _dispatch() -> int:
     quiet.install(resumes=command == "fit")
     if command == "data":
         return _data(arguments)
+    if command == "scaling":
+        return _scaling(arguments)
 
     from lt_parallel.lightning_cli import run_trainer_command
 
@@ -68,18 +77,36 @@ def _help() -> str:
     )
 
 
-def _data(arguments: list[str]) -> int:
-    import argparse
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong, and shows texts as they are written."""
 
+    def __init__(self, command: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"lt-parallel {command}",
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f"{message} (see `{self.prog} --help`)")
+
+
+def _data(arguments: list[str]) -> int:
     from lt_parallel.data import preprocess
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> None:  # type: ignore[override]
-            raise CommandError(f"{message} (see `lt-parallel data --help`)")
-
-    parser = Parser(prog="lt-parallel data", description="Write a Megatron .bin/.idx pair from text or JSONL.")
+    parser = _Parser("data", "Write a Megatron .bin/.idx pair from text or JSONL.")
     preprocess.add_arguments(parser)
     return preprocess.run(parser.parse_args(arguments))
+
+
+def _scaling(arguments: list[str]) -> int:
+    from lt_parallel.scaling import command
+
+    parser = _Parser("scaling", command.DESCRIPTION, command.EXAMPLES)
+    command.add_arguments(parser)
+    return command.run(*parser.parse_known_args(arguments))
 
 
 if __name__ == "__main__":

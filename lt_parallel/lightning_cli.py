@@ -2,7 +2,7 @@
 
 What is added to LightningCLI: one sub-command's parser is built, not four; the strategy's, model's and data's arguments
 are explained in `--help`; a misspelt or wrong argument gives one message that names it; the configuration that was
-run is saved without ever replacing a file; a run ends with one line.
+run is saved without ever replacing a file, and loggers get a record of the run; a run ends with one line.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lt_parallel import outcome
+from lt_parallel.callbacks.experiment_record import ExperimentRecord
 from lt_parallel.data.indexed import IndexedDataModule
 from lt_parallel.data.text import TextDataModule
 from lt_parallel.models import GPTModule
@@ -193,7 +194,7 @@ class MegatronCLI(LightningCLI):
             parser_class=CommandParser,
             parser_kwargs={"prog": "lt-parallel"},
             save_config_callback=SaveConfig if save_config else None,  # type: ignore[arg-type]
-            trainer_defaults={"callbacks": [EndOnSigterm(), *callbacks]},
+            trainer_defaults={"callbacks": [EndOnSigterm(), ExperimentRecord(), *callbacks]},
             args=[command, *_with_help_classes(arguments)],
         )
 

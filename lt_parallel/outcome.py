@@ -11,6 +11,7 @@ running: rank 0 ends the processes that it started.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import sysconfig
@@ -33,6 +34,9 @@ _MESSAGE_LINES = 12
 _LINE_WIDTH = 400
 #: Errors whose message says it all; for others the place in the code helps.
 _SPEAKING = (ValueError, OSError)
+#: What this package's extras install -> the extra.
+_EXTRAS = {"wandb": "wandb", "transformer_engine": "te", "transformers": "hf", "safetensors": "hf"}
+_MISSING = re.compile(r"(?:Requirement|[Nn]o module named|Module not found:) '(\w+)")
 
 
 class CommandError(Exception):
@@ -111,6 +115,10 @@ def explain(error: Exception) -> str:
     Args:
         error: This rank's exception; a failure that another rank reported earlier takes its place.
     """
+    return with_extra(_reason(error))
+
+
+def _reason(error: Exception) -> str:
     watch = _watch()
     failure = watch.root_cause() if watch else None
     if watch is not None and failure is not None:
@@ -122,6 +130,19 @@ def explain(error: Exception) -> str:
     if isinstance(error, _SPEAKING):
         return str(error)
     return f"{type(error).__name__}: {error}{place_of(error)}"
+
+
+def with_extra(message: str) -> str:
+    """A message that a library is missing, if it's one of this package's extras, with how to install that.
+
+    Args:
+        message: Python's, or Lightning's about a requirement that isn't met; any other is returned as it is.
+    """
+    missing = _MISSING.search(message)
+    extra = _EXTRAS.get(missing[1]) if missing else None
+    if missing is None or extra is None:
+        return message
+    return f'{message[: missing.start()]}{missing[1]} is missing or too old; run pip install "lt-parallel[{extra}]"'
 
 
 def place_of(error: BaseException) -> str:

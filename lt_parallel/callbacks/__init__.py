@@ -1,1 +1,1 @@
-"""Callbacks that add one Megatron Core feature each, by `contribute(settings)`."""
+"""Callbacks: what adds a Megatron Core feature, by `contribute(settings)`, and what watches a run."""

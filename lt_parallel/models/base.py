@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lt_parallel.strategies.megatron import MegatronParallelStrategy
 
 if TYPE_CHECKING:
+    from lt_parallel.metrics.flops import ModelFlops
     from lt_parallel.settings import Settings
     from lt_parallel.strategies.step_metrics import MetricValue
 
@@ -50,6 +51,14 @@ class MegatronLightningModule(L.LightningModule, ABC):
     @abstractmethod
     def loss_function(self, output: Tensor, batch: Any) -> tuple[Tensor, Tensor, Mapping[str, MetricValue]]:
         """Last stage only: (loss_sum, num_tokens, metrics) of a micro batch."""
+
+    def model_flops(self) -> ModelFlops | None:
+        """FLOPs of one sequence, for `ThroughputMonitor`; None where nobody has counted them.
+
+        Raises:
+            ValueError: The configuration has something that isn't counted.
+        """
+        return None
 
     def config_class(self) -> type:
         """Megatron Core's TransformerConfig; models with other fields override it."""

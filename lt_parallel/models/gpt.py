@@ -11,14 +11,17 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
+from lt_parallel.metrics.language_model import Perplexity, TokenAccuracy, vocab_parallel_argmax
 from lt_parallel.models.base import MegatronLightningModule
 from lt_parallel.models.token_check import check_batch
 from lt_parallel.settings import check_vocab
 from lt_parallel.topology import require_positive_int
 
 if TYPE_CHECKING:
+    from lt_parallel.metrics.flops import ModelFlops
     from lt_parallel.settings import Settings
     from lt_parallel.strategies.step_metrics import MetricValue
 
@@ -26,6 +29,7 @@ _OWNER = "GPTModule"
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 PositionEmbedding = Literal["learned_absolute", "rope"]
+ValidationMetric = Literal["perplexity", "token_accuracy"]
 _CHOICES: dict[str, Any] = {
     "normalization": Normalization,
     "position_embedding_type": PositionEmbedding,
@@ -108,6 +112,8 @@ class GPTModule(MegatronLightningModule):
         max_new_tokens: Continuation length of `predict_step`.
         temperature: Sampling temperature of `predict_step`; 0 takes the likeliest token.
         top_k: `predict_step` samples among the k likeliest; 0: all.
+        validation_metrics: Logged beside the loss of each validation and test: "perplexity" (exp of the loss per token)
+            and "token_accuracy" (needs all logits of a micro batch at once).
     """
 
     def __init__(
@@ -147,21 +153,22 @@ class GPTModule(MegatronLightningModule):
         max_new_tokens: int = 64,
         temperature: float = 1.0,
         top_k: int = 0,
+        validation_metrics: list[ValidationMetric] | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.vocab_size, self.seq_length = vocab_size, seq_length
         self.max_position_embeddings = max_position_embeddings or seq_length
         self._check_arguments()
+        kinds: dict[str, Any] = {"perplexity": Perplexity, "token_accuracy": TokenAccuracy}
+        self.validation_metrics = nn.ModuleDict({name: kinds[name]() for name in validation_metrics or ()})
 
     def _check_arguments(self) -> None:
         hp: Any = self.hparams
         for name in _POSITIVE:
             if hp[name] is not None:
                 require_positive_int(name, hp[name])
-        for name, choices in _CHOICES.items():
-            if hp[name] not in get_args(choices):
-                raise ValueError(f"{name}={hp[name]!r} is not one of {', '.join(get_args(choices))}")
+        self._check_choices()
         self._check_types()
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= hp[name] < 1:
@@ -175,6 +182,13 @@ class GPTModule(MegatronLightningModule):
                 f"max_position_embeddings={self.max_position_embeddings} must be at least seq_length={self.seq_length}"
             )
         self._check_schedule()
+
+    def _check_choices(self) -> None:
+        chosen = [(name, self.hparams[name], choices) for name, choices in _CHOICES.items()]
+        chosen += [("validation_metrics", name, ValidationMetric) for name in self.hparams["validation_metrics"] or ()]
+        for name, value, choices in chosen:
+            if value not in get_args(choices):
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(choices))}")
 
     def _check_types(self) -> None:
         hp: Any = self.hparams
@@ -328,12 +342,56 @@ class GPTModule(MegatronLightningModule):
         """Sum of the loss over the tokens that `loss_mask` lets count.
 
         Args:
-            output: Loss per token `[b, s]`, in nats.
+            output: Loss per token `[b, s]`, in nats; where the token accuracy is evaluated, logits.
             batch: Its `loss_mask` `[b, s]`.
         """
         mask = batch["loss_mask"]
+        if not self.trainer.training:
+            output = self._evaluate(output, batch)
         loss_sum, num_tokens = (output.float() * mask).sum(), mask.sum()
         return loss_sum, num_tokens, {f"{self._phase}_loss": (loss_sum, num_tokens)}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Runs the active chunk; the last one gives logits where the token accuracy is asked for."""
+        return self(batch, labels="token_accuracy" not in self.validation_metrics)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """As `validation_step`."""
+        return self.validation_step(batch, batch_idx, dataloader_idx)
+
+    def _evaluate(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Adds a micro batch to `validation_metrics`; returns its loss per token `[b, s]`."""
+        from megatron.core.utils import get_attr_wrapped_model
+
+        metrics: Any = self.validation_metrics
+        losses = output
+        if "token_accuracy" in metrics:
+            predictions = vocab_parallel_argmax(output, self.megatron.groups.tp)
+            metrics["token_accuracy"].update(predictions, batch["labels"], batch["loss_mask"])
+            loss_of = get_attr_wrapped_model(self.active_chunk, "compute_language_model_loss")
+            losses = loss_of(batch["labels"], output.transpose(0, 1).contiguous())
+        if "perplexity" in metrics:
+            metrics["perplexity"].update(losses, batch["loss_mask"])
+        return losses
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs `validation_metrics`, equal on every rank."""
+        metrics: Any = self.validation_metrics
+        for name, metric in metrics.items():
+            no_tokens = [torch.zeros(0)] * (3 if name == "token_accuracy" else 2)
+            metric.update(*no_tokens)  # pipeline stages that see no losses take part as well
+            self.log(f"{self._phase}_{name}", metric.compute(), sync_dist=True)
+            metric.reset()
+
+    def on_test_epoch_end(self) -> None:
+        """As `on_validation_epoch_end`."""
+        self.on_validation_epoch_end()
+
+    def model_flops(self) -> ModelFlops:
+        """FLOPs of one sequence of `seq_length`, the padded vocabulary included."""
+        from lt_parallel.metrics.flops import model_flops
+
+        return model_flops(self.megatron.model_config, seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
 
     @property
     def _phase(self) -> str:

@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lt_parallel import runtime
+from lt_parallel.metrics.timers import SAVE_CHECKPOINT, StepTimers, timed
 from lt_parallel.plugins.checkpoint_io import MegatronCheckpointIO
 from lt_parallel.plugins.precision import MegatronPrecision
 from lt_parallel.strategies.arguments import LayerBackendName, ShardingStrategy, StrategyArguments, timeout_from
@@ -142,6 +143,8 @@ class MegatronParallelStrategy(ParallelStrategy):
         self.consumed_samples = 0
         #: Learning rate of the last step (of the first parameter group).
         self.last_lr: float | None = None
+        #: A callback that measures the parts of a step sets this in its `setup`, and takes it away in its `teardown`.
+        self.timers: StepTimers | None = None
         self._resolved: ResolvedRun | None = None
         self._failure_watch: FailureWatch | None = None
         self._drawn_seed: int | None = None
@@ -332,10 +335,12 @@ class MegatronParallelStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             gc.collect()
         self._wrapped = self._prepare_chunks(fitting)
+        self.model_config.timers = self.timers
         self._global_step = GlobalStep(self._module, self._wrapped, self.model_config, self.groups, self.root_device)
         self._reset_optimizers_and_schedulers()
         if fitting:
             self.setup_optimizers(trainer)
+            self.megatron_optimizer.timers = self.timers
         self.setup_precision_plugin()
 
     def _prepare_chunks(self, fitting: bool) -> list[Any]:
@@ -420,6 +425,11 @@ class MegatronParallelStrategy(ParallelStrategy):
         optimizer: Any = self.optimizers[0]
         return optimizer
 
+    @property
+    def wrapped_chunks(self) -> tuple[nn.Module, ...]:
+        """This rank's chunks as they run, while fitting in Megatron Core's DDP; none before `setup`."""
+        return tuple(self._wrapped)
+
     # ---------------------------------------------------------------- data
 
     @override
@@ -437,6 +447,7 @@ class MegatronParallelStrategy(ParallelStrategy):
             complete_only=trainer.training,
             epoch_steps=trainer.limit_train_batches if trainer.training else 1.0,
             seed=self.seed + self.data_parallel_rank,
+            timers=self.timers if trainer.training else None,
         )
 
     @override
@@ -584,7 +595,7 @@ class MegatronParallelStrategy(ParallelStrategy):
         checkpoint["parallel_sizes"] = asdict(self.sizes)
         checkpoint["data_parallel_sharding_strategy"] = self.arguments.data_parallel_sharding_strategy
         checkpoint["rng_state"] = rng_sharded_state(self.sizes, self.global_rank)
-        with whole_parameters(self._wrapped):
+        with whole_parameters(self._wrapped), timed(self.timers, SAVE_CHECKPOINT, host=True):
             self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(str(filepath)), storage_options)
 
     @override

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from lt_parallel.metrics.timers import DATA_WAIT, StepTimers, timed
+
 
 class GlobalOrderSampler(Sampler[int]):
     """This rank's share of one global order of samples: every `num_replicas`-th, starting at `rank`.
@@ -134,6 +136,7 @@ class MicroBatchLoader:
         epoch_steps: Steps that the Trainer makes of an epoch, in steps (int) or as a share (float).
         seed: For the seeds of the loader's workers. By itself a loader draws them from torch's global generator, which
             a resumed run would then find at another place.
+        timers: Measures the waiting for data.
 
     Raises:
         ValueError: Training data that don't fill one global batch.
@@ -148,8 +151,10 @@ class MicroBatchLoader:
         complete_only: bool,
         epoch_steps: int | float = 1.0,
         seed: int = 0,
+        timers: StepTimers | None = None,
     ) -> None:
         self.dataloader = dataloader
+        self._timers = timers
         self._epoch_steps = epoch_steps
         if isinstance(dataloader, DataLoader) and dataloader.generator is None:
             dataloader.generator = torch.Generator().manual_seed(seed)
@@ -224,7 +229,8 @@ class MicroBatchLoader:
         total = self._known_steps()
         micro_batches = self._skipping_iterator(skip)
         while total is None or self._steps_done < total:
-            step = self._next_step(micro_batches)
+            with timed(self._timers, DATA_WAIT, host=True):
+                step = self._next_step(micro_batches)
             complete = len(step) == self.num_microbatches and num_samples(step[-1]) == num_samples(step[0])
             if total is None and (not step or (self._complete_only and not complete)):
                 self._steps_done = 0

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lt_parallel.metrics.timers import OPTIMIZER, StepTimers, timed
+
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
     from megatron.core.optimizer import OptimizerConfig
@@ -32,6 +34,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         #: False when the last step was skipped because a gradient wasn't finite.
         self.step_was_successful = True
+        #: Measures the step where somebody wants to know.
+        self.timers: StepTimers | None = None
         self._complete = False
         super().__init__([nn.Parameter(torch.empty(0))], {})
         self._complete = True
@@ -74,7 +78,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
             The closure's result.
         """
         result = closure() if closure is not None else None
-        self.step_was_successful, grad_norm, _ = self.core.step()
+        with timed(self.timers, OPTIMIZER):
+            self.step_was_successful, grad_norm, _ = self.core.step()
         self.grad_norm = None if grad_norm is None else float(grad_norm)
         return result
 

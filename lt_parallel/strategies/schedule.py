@@ -103,9 +103,10 @@ class StepSchedule:
             batches = batches + [batches[-1]] * (-num_real % self._round)
 
         def measure(index: int, batch: Any, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            if index >= num_real:
+                return torch.zeros(()), torch.zeros((), dtype=torch.int), {}
             loss_sum, num_tokens, values = loss_function(output, batch)
-            if index < num_real:
-                metrics.add(loss_sum, num_tokens, values)
+            metrics.add(loss_sum, num_tokens, values)
             return loss_sum, _whole(num_tokens), {}
 
         def forward_step(indexed: Iterator[tuple[int, Any]], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:

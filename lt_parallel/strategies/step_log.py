@@ -29,19 +29,41 @@ def report_step(trainer: L.Trainer, values: Mapping[str, Tensor | float], *, in_
         values: By name: scalar tensors or numbers, equal on every rank.
         in_bar: Names that the progress bar shows.
     """
-    tensors = {
-        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
-        for name, value in values.items()
-    }
+    tensors = _as_tensors(values)
     trainer.callback_metrics.update(tensors)
     if trainer.progress_bar_callback is not None:
         trainer.progress_bar_metrics.update({name: float(values[name]) for name in in_bar})
     if _is_logged(trainer):
-        trainer.logged_metrics.update(tensors)
-        row = {**{name: float(value) for name, value in values.items()}, "epoch": float(trainer.current_epoch)}
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step=trainer.global_step)
-            logger.save()
+        _write(trainer, values, tensors, trainer.global_step)
+
+
+def log_values(trainer: L.Trainer, values: Mapping[str, float], *, step: int) -> None:
+    """Shows values that belong to more than one step, for callbacks that measure; whatever step it is, they're logged.
+
+    Args:
+        trainer: Which is training.
+        values: By name; equal on every rank.
+        step: The 0-based index of the last global step that they are about; the loggers' step axis.
+    """
+    tensors = _as_tensors(values)
+    trainer.callback_metrics.update(tensors)
+    _write(trainer, values, tensors, step)
+
+
+def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+    return {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+        for name, value in values.items()
+    }
+
+
+def _write(trainer: L.Trainer, values: Mapping[str, Tensor | float], tensors: dict[str, Tensor], step: int) -> None:
+    """One row for each logger, and what the Trainer says it has logged."""
+    trainer.logged_metrics.update(tensors)
+    row = {**{name: float(value) for name, value in values.items()}, "epoch": float(trainer.current_epoch)}
+    for logger in trainer.loggers:
+        logger.log_metrics(row, step=step)
+        logger.save()
 
 
 def _is_logged(trainer: L.Trainer) -> bool:

@@ -38,18 +38,29 @@ def test_no_part_of_the_package_imports_megatron_core_by_itself() -> None:
 
 
 def test_public_names_are_the_classes_of_their_modules() -> None:
+    from lt_parallel.callbacks.experiment_record import ExperimentRecord
+    from lt_parallel.callbacks.memory import MemoryMonitor
+    from lt_parallel.callbacks.throughput import ThroughputMonitor
     from lt_parallel.data import IndexedDataModule, TextDataModule
     from lt_parallel.models import GPTModule
     from lt_parallel.plugins.checkpoint_io import MegatronCheckpointIO
     from lt_parallel.plugins.precision import MegatronPrecision
     from lt_parallel.strategies import MegatronParallelStrategy
 
-    assert lt_parallel.GPTModule is GPTModule
-    assert lt_parallel.IndexedDataModule is IndexedDataModule
-    assert lt_parallel.MegatronCheckpointIO is MegatronCheckpointIO
-    assert lt_parallel.MegatronParallelStrategy is MegatronParallelStrategy
-    assert lt_parallel.MegatronPrecision is MegatronPrecision
-    assert lt_parallel.TextDataModule is TextDataModule
+    classes = [
+        ExperimentRecord,
+        GPTModule,
+        IndexedDataModule,
+        MegatronCheckpointIO,
+        MegatronParallelStrategy,
+        MegatronPrecision,
+        MemoryMonitor,
+        TextDataModule,
+        ThroughputMonitor,
+    ]
+    assert [*(cls.__name__ for cls in classes), "__version__"] == lt_parallel.__all__
+    for cls in classes:
+        assert getattr(lt_parallel, cls.__name__) is cls
     assert set(lt_parallel.__all__) <= set(dir(lt_parallel))
     assert lt_parallel.__version__.split(".")[0].isdigit()
 
