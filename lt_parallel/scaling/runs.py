@@ -53,7 +53,7 @@ class ParsedRecipe(MegatronCLI):
     """The arguments of a fit, parsed and checked; nothing is made of them."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        super().__init__("fit", arguments, run=False, save_config=False)
+        super().__init__("fit", [*arguments, "--seed_everything=false"], run=False, save_config=False)
 
     @override
     def instantiate_classes(self) -> None:
