@@ -29,6 +29,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from lt_parallel.loggers import log_table
 from lt_parallel.strategies.megatron import MegatronParallelStrategy
 from lt_parallel.strategies.step_log import log_values
 from lt_parallel.topology import ParallelSizes, require_positive_int
@@ -152,6 +153,7 @@ class MemoryMonitor(L.Callback):
 
             self._report = rows
             Console().print(memory_table(rows))
+            log_table(trainer.loggers, "memory/ranks", _COLUMNS, _figures(rows), step=max(trainer.global_step - 1, 0))
 
     def _measure(self, trainer: L.Trainer) -> None:
         """Measures this rank and logs the maximum over ranks. Collective."""
@@ -285,6 +287,15 @@ def place_of(sizes: ParallelSizes, rank: int) -> str:
     return " ".join(f"{axis}{place}" for axis, place in axes.items())
 
 
+_HELD = tuple(field.name for field in dataclasses.fields(HeldBytes))
+#: Of the table for loggers, in bytes, so that it can be computed with.
+_COLUMNS = ("rank", "place", *(f"{name}_bytes" for name in (*_HELD, "activations", "peak")))
+
+
+def _figures(rows: Sequence[RankMemory]) -> list[list[Any]]:
+    return [[row.rank, row.place, *dataclasses.astuple(row.held), row.activations, row.peak] for row in rows]
+
+
 def memory_table(rows: Sequence[RankMemory]) -> Table:
     """One row per rank, all in GiB, or in MiB where no rank's peak reaches a GiB.
 
@@ -301,7 +312,7 @@ def memory_table(rows: Sequence[RankMemory]) -> Table:
     for name in ("parameters", "gradients", "optimizer state", "activations", "peak"):
         table.add_column(name, justify="right")
     for row in rows:
-        figures = (row.held.parameters, row.held.gradients, row.held.optimizer_state, row.activations, row.peak)
+        figures = (*dataclasses.astuple(row.held), row.activations, row.peak)
         cells = ["unknown" if figure is None else f"{figure / size:,.2f}" for figure in figures]
         table.add_row(str(row.rank), row.place, *cells)
     return table

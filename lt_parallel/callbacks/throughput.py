@@ -23,7 +23,7 @@ import torch
 
 from lt_parallel.metrics.baseline import Baseline, read_baseline
 from lt_parallel.metrics.flops import ModelFlops
-from lt_parallel.metrics.peaks import device_peak
+from lt_parallel.metrics.peaks import device_peak, require_device_peak
 from lt_parallel.metrics.scaling import speedup_and_efficiency
 from lt_parallel.metrics.timers import (
     COMPUTE,
@@ -77,21 +77,24 @@ class ThroughputMonitor(L.Callback):
     Args:
         baseline: Tokens/s on one device, or the file of an earlier run: its `metrics.csv`, or the `scaling.json` of
             `lt-parallel scaling`.
-        peak_flops: Dense peak of one device in FLOP/s, in place of the table's.
+        peak_flops: Dense peak of one device in FLOP/s, or the name of a device in the table ("H100 SXM"), in place of
+            what the driver's name for the device says.
 
     Raises:
-        ValueError: An argument is not positive, or the file holds no throughput.
+        ValueError: An argument is not positive, the file holds no throughput, or the table has no such device.
     """
 
-    def __init__(self, baseline: float | str | None = None, peak_flops: float | None = None) -> None:
-        if peak_flops is not None and not peak_flops > 0:
+    def __init__(self, baseline: float | str | None = None, peak_flops: float | str | None = None) -> None:
+        if isinstance(peak_flops, str):
+            require_device_peak(peak_flops)
+        elif peak_flops is not None and not peak_flops > 0:
             raise ValueError(f"peak_flops={peak_flops!r} must be positive: the dense peak of one device in FLOP/s")
         if isinstance(baseline, int | float):
             self._baseline: Baseline | None = Baseline(float(baseline)).check("baseline")
         else:
             self._baseline = None if baseline is None else read_baseline(Path(baseline))
         self._given_peak = peak_flops
-        self._peak: float | None = peak_flops
+        self._peak: float | None = None
         self._strategy: MegatronParallelStrategy | None = None
         self._flops: ModelFlops | None = None
         self._consumed_tokens = 0.0  # up to the last interval's end, over all ranks
@@ -131,7 +134,7 @@ class ThroughputMonitor(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._reset()
         self._flops = _model_flops(pl_module)
-        self._peak = self._given_peak or _peak_flops(self._run.root_device, trainer.precision)
+        self._peak = _peak_flops(self._given_peak, self._run.root_device, trainer.precision)
 
     @override
     def on_train_batch_end(
@@ -286,18 +289,33 @@ def _model_flops(module: L.LightningModule) -> ModelFlops | None:
     return flops
 
 
-def _peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense peak of the device in the run's compute dtype; None where it isn't known."""
+def _peak_flops(given: float | str | None, device: torch.device, precision: str) -> float | None:
+    """Dense peak of the device in the run's compute dtype; None where it isn't known.
+
+    Args:
+        given: The user's figure or name; None: what the driver calls the device.
+        device: Of this rank.
+        precision: The Trainer's.
+    """
+    if isinstance(given, int | float):
+        return float(given)
+    if given is not None:
+        return require_device_peak(given).flops_per_sec(_compute_dtype(precision))
     if device.type != "cuda":
         return None
-    peak = device_peak(torch.cuda.get_device_name(device))
+    name = torch.cuda.get_device_name(device)
+    peak = device_peak(name)
     if peak is None:
         warnings.warn(
-            f"ThroughputMonitor logs no MFU: the peak of {torch.cuda.get_device_name(device)!r} isn't known; give "
-            "peak_flops=... from its data sheet (dense)",
+            f"ThroughputMonitor logs no MFU: the peak of {name!r} isn't known; give peak_flops=... from its data sheet "
+            "(dense), or a name of lt_parallel.metrics.peaks",
             stacklevel=2,
         )
         return None
+    return peak.flops_per_sec(_compute_dtype(precision))
+
+
+def _compute_dtype(precision: str) -> str:
     if precision.startswith("32"):
-        return peak.flops_per_sec("fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32")
-    return peak.flops_per_sec("bf16" if precision.startswith("bf16") else "fp16")
+        return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "bf16" if precision.startswith("bf16") else "fp16"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lt_parallel.metrics.scaling import MODES, ScalingPoint, analyse, read_points
+from lt_parallel.metrics.scaling import MODES, ScalingPoint, ScalingReport, analyse, read_points
 from lt_parallel.outcome import CommandError
 
 _DEFAULT_OUTPUT = "runs/scaling"
@@ -65,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help=f"where scaling.json, scaling.png and scaling.html go (default: {_DEFAULT_OUTPUT})",
     )
+    parser.add_argument(
+        "--wandb", metavar="PROJECT", help="also show table and chart in a run of this Weights & Biases project"
+    )
 
 
 def _count(text: str) -> int:
@@ -91,13 +95,18 @@ def run(args: argparse.Namespace, fit_arguments: Sequence[str] = ()) -> int:
     if bool(args.from_file) == bool(args.config):
         raise CommandError("give either --config RECIPE.yaml --devices 1 2 ..., or --from FILE.csv")
     output = _writable_folder(args.output)
+    if args.wandb and importlib.util.find_spec("wandb") is None:
+        raise CommandError('--wandb: wandb isn\'t installed; run pip install "lt-parallel[wandb]"')
     if args.from_file:
         if fit_arguments:
             raise CommandError(f"unknown argument: {' '.join(fit_arguments)}")
         points, label = read_points(args.from_file), Path(args.from_file).name
     else:
         points, label = _measure(args, fit_arguments, output), f"{Path(args.config).stem}, {args.vary}"
-    report_points(points, args.mode, output, label=label)
+    report = analyse(points, mode=args.mode, label=label)
+    _show(report, output)
+    if args.wandb:
+        _show_in_wandb(report, output, args.wandb)
     return 0
 
 
@@ -140,21 +149,23 @@ def _measure(args: argparse.Namespace, fit_arguments: Sequence[str], output: Pat
         )
 
 
-def report_points(points: Sequence[ScalingPoint], mode: str, output: str | Path, label: str) -> None:
-    """Analyses measurements, prints the table and writes the files.
-
-    Args:
-        points: One per number of devices.
-        mode: "strong" or "weak".
-        output: Folder of the files.
-        label: What was measured, for titles.
-
-    Raises:
-        ValueError: The points can't be used, or the output can't be written.
-    """
+def _show(report: ScalingReport, output: Path) -> None:
     from lt_parallel.scaling.report import print_report, write_report
 
-    report = analyse(points, mode=mode, label=label)
     print_report(report)
     files = write_report(report, output)
     print(f"Written to {output}/: {', '.join(file.name for file in files)}")
+
+
+def _show_in_wandb(report: ScalingReport, output: Path, project: str) -> None:
+    """Table and chart as objects of a run of their own."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    from lt_parallel.loggers import log_image, log_table
+    from lt_parallel.scaling.wording import column_names, report_title, row_cells
+
+    logger = WandbLogger(project=project, name=report_title(report), job_type="scaling", save_dir=output)
+    logger.log_hyperparams({"scaling": {"mode": report.mode, "label": report.label}})
+    log_table([logger], "scaling", column_names(report), [row_cells(report, row) for row in report.rows])
+    log_image([logger], "scaling_chart", output / "scaling.png")
+    logger.experiment.finish()

@@ -13,16 +13,19 @@ import pytest
 import yaml
 
 from lt_parallel.recipe_files import recipe_path
+from tests.ranks.test_logging import wandb_records
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def scaling(folder: Path, *arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def scaling(
+    folder: Path, *arguments: str, timeout_s: float = 240, environment: dict[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "lt_parallel.cli", "scaling", *arguments],
         cwd=folder,
-        env=ENVIRONMENT,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -86,6 +89,22 @@ def test_textbook_numbers_from_a_file(tmp_path: Path) -> None:
     assert [round(row["efficiency"], 6) for row in rows] == [1.0, 0.95, 0.9, 0.8125]
     for shown in ("100.00%", "95.00%", "90.00%", "81.25%"):
         assert shown in ended.stdout
+
+
+def test_table_and_chart_go_to_wandb(tmp_path: Path) -> None:
+    (tmp_path / "rates.csv").write_text("devices,tokens_per_sec\n1,100000\n2,190000\n")
+    environment = {**ENVIRONMENT, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    ended = scaling(tmp_path, "--from", "rates.csv", "--wandb", "mine", environment=environment)
+    assert ended.returncode == 0, ended.stderr
+    (run,) = tmp_path.glob("runs/scaling/wandb/offline-run-*")
+    values: dict[str, Any] = {}
+    for record in wandb_records(next(run.glob("*.wandb"))):
+        values |= {"/".join([item.key, *item.nested_key]).strip("/"): item.value_json for item in record.history.item}
+    assert json.loads(values["scaling/_type"]) == "table-file" and json.loads(values["scaling/nrows"]) == 2
+    (table,) = run.glob("files/media/table/scaling*.json")
+    assert json.loads(table.read_text())["data"][1][:2] == ["2", "190,000"]
+    (chart,) = run.glob("files/media/images/scaling_chart*.png")
+    assert chart.read_bytes() == (tmp_path / "runs/scaling/scaling.png").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
-from lt_parallel.callbacks.experiment_record import KEY, ExperimentRecord, log_image, log_table
+from lt_parallel.callbacks.experiment_record import KEY, ExperimentRecord
 from lt_parallel.callbacks.memory import MemoryMonitor
+from lt_parallel.loggers import log_image, log_table
 from lt_parallel.models import GPTModule
 from tests.ranks.parity_runs import (
     GPT2,
@@ -37,7 +38,7 @@ from tests.support.ranks import run_ranks
 RUN_ID = "one-run"
 #: What loggers add of their own: axes, wall time, and TensorBoard's placeholder for hyper-parameters.
 AXES = {"step", "trainer/global_step", "_step", "_runtime", "_timestamp", "hp_metric"}
-OBJECTS = ("sizes/", "picture/")
+OBJECTS = ("sizes/", "picture/", "memory/ranks")
 STEP_VALUES = {"train_loss", "val_loss", "grad_norm", "lr", "consumed_samples", "memory/parameters_gib"}
 
 
@@ -178,7 +179,7 @@ def test_only_rank_0_writes(part: str, folder: Path) -> None:
 
 def yaml_of(*path: str) -> Any:
     def read(own: Path) -> dict[str, Any]:
-        loaded: dict[str, Any] = yaml.load(own.joinpath(*path).read_text(), yaml.FullLoader)  # the module has a tuple
+        loaded: dict[str, Any] = yaml.safe_load(own.joinpath(*path).read_text())
         return loaded
 
     return read

@@ -184,6 +184,15 @@ def test_flops_and_utilisation(tmp_path: Path) -> None:
         assert row["train/device/peak_flops_per_sec"] == PEAK
 
 
+@pytest.mark.parametrize(("given", "peak"), [("H100 SXM", 66.9e12), (None, None)])
+def test_peak_by_the_name_of_a_device(given: str | None, peak: float | None, tmp_path: Path) -> None:
+    """fp32 on the ordinary cores; a CPU has no peak of its own."""
+    run(1, str(tmp_path), {}, peak_flops=given, steps=2)
+    (row,) = rows(tmp_path)
+    assert row.get("train/device/peak_flops_per_sec") == (peak and pytest.approx(peak))
+    assert ("train/device/mfu" in row) == (peak is not None) and row["train/device/flops_per_sec"] > 0
+
+
 def test_waiting_is_found_where_it_is(tmp_path: Path) -> None:
     """A slow loader, slow validation and a slow disk, each with a known time."""
     run(2, str(tmp_path), {}, sample_s=0.01, validation_s=0.1)
@@ -274,6 +283,7 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"peak_flops": 0.0}, "peak_flops=0.0 must be positive"),
+        ({"peak_flops": "H1000"}, r"H1000.*H100 SXM"),
         ({"baseline": 0.0}, "must be positive"),
         ({"baseline": -5}, "must be positive"),
         ({"baseline": "nowhere.csv"}, "no file 'nowhere.csv'"),

@@ -26,12 +26,11 @@ from lt_parallel.callbacks.experiment_record import (
     command_line,
     device_names,
     git_state,
-    log_image,
-    log_table,
     plain,
     software_versions,
 )
 from lt_parallel.lightning_cli import MegatronCLI
+from lt_parallel.loggers import log_image, log_table
 from lt_parallel.recipe_files import recipe_path
 
 
