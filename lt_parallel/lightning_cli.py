@@ -13,6 +13,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, override
 
@@ -29,6 +30,7 @@ from lt_parallel.data.indexed import IndexedDataModule
 from lt_parallel.data.text import TextDataModule
 from lt_parallel.models import GPTModule
 from lt_parallel.outcome import CommandError
+from lt_parallel.recipe_files import recipe_files
 from lt_parallel.strategies import MegatronParallelStrategy
 from lt_parallel.strategies.failure import FailureWatch
 
@@ -64,6 +66,8 @@ class CommandParser(LightningArgumentParser):
     @override
     def error(self, message: str, ex: Exception | None = None) -> Any:
         text = tidy_message(message)
+        if text.startswith("--config: File does not exist"):
+            text += f"; there are {', '.join(map(str, recipe_files()))}"
         unknown = re.match(r"unrecognized arguments: (.*)", text, flags=re.DOTALL)
         raise CommandError(self._unknown_arguments(unknown[1].split()) if unknown else text) from ex
 
@@ -192,7 +196,7 @@ class MegatronCLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             parser_class=CommandParser,
-            parser_kwargs={"prog": "lt-parallel"},
+            parser_kwargs={"prog": "lt-parallel", "allow_abbrev": False},
             save_config_callback=SaveConfig if save_config else None,  # type: ignore[arg-type]
             trainer_defaults={"callbacks": [EndOnSigterm(), ExperimentRecord(), *callbacks]},
             args=[command, *_with_help_classes(arguments)],
@@ -206,7 +210,13 @@ class MegatronCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         own: Any = self._subcommand_parsers[self.command]
         own.explains_classes = True
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except CommandError as error:
+            if _configs(self._arguments) or "are required" not in str(error):
+                raise
+            example = f"lt-parallel {self.command} --config {_example_recipe()}"
+            raise CommandError(f"--config is missing ({error}); start from a recipe: {example}") from error
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -298,13 +308,20 @@ def _names_class(arguments: Sequence[str], key: str) -> bool:
     """Whether the command line or one of its configuration files says what `key` is."""
     if any(argument == f"--{key}" or argument.startswith(f"--{key}=") for argument in arguments):
         return True
-    following = [*arguments[1:], ""]
-    configs = [
+    return any(_has_key(Path(config), key.split(".")) for config in _configs(arguments))
+
+
+def _configs(arguments: Sequence[str]) -> list[str]:
+    """The configuration files that the command line names."""
+    return [
         argument.partition("=")[2] or after
-        for argument, after in zip(arguments, following, strict=True)
+        for argument, after in zip_longest(arguments, arguments[1:], fillvalue="")
         if argument.partition("=")[0] in ("--config", "-c")
     ]
-    return any(_has_key(Path(config), key.split(".")) for config in configs)
+
+
+def _example_recipe() -> Path:
+    return next(file for file in recipe_files() if file.stem == "gpt_tiny")
 
 
 def _has_key(file: Path, keys: list[str]) -> bool:

@@ -17,7 +17,18 @@ def recipe_path(name: str) -> Path:
     Raises:
         ValueError: There is none of this name.
     """
-    files = {file.stem: file for folder in reversed(_FOLDERS) for file in sorted(folder.glob("*.yaml"))}
+    files = _by_name()
     if name not in files:
-        raise ValueError(f"there is no recipe {name!r}; there are {', '.join(sorted(files)) or 'none'}")
+        raise ValueError(f"there is no recipe {name!r}; there are {', '.join(files) or 'none'}")
     return files[name]
+
+
+def recipe_files() -> list[Path]:
+    """All recipes, by name; those in the working directory as paths from there."""
+    here = Path.cwd()
+    return [file.relative_to(here) if file.is_relative_to(here) else file for file in _by_name().values()]
+
+
+def _by_name() -> dict[str, Path]:
+    found = {file.stem: file for folder in reversed(_FOLDERS) for file in folder.glob("*.yaml")}
+    return dict(sorted(found.items()))

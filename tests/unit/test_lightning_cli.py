@@ -88,6 +88,27 @@ def test_wrong_argument_is_named_in_one_line(argument: str, message: str) -> Non
     assert str(error.value) == message
 
 
+def test_without_arguments_a_recipe_is_asked_for() -> None:
+    for arguments in ([], ["--trainer.max_steps=2"]):
+        with pytest.raises(CommandError) as error:
+            _parse(*arguments)
+        assert str(error.value).startswith("--config is missing (--data: the following arguments are required: paths)")
+        assert re.search(r"lt-parallel fit --config \S*recipes/gpt_tiny.yaml$", str(error.value))
+
+
+def test_a_wrong_recipe_is_told_which_there_are() -> None:
+    with pytest.raises(
+        CommandError, match=r"File does not exist: \S*gpt_tiny'; there are \S*gpt2_124m.yaml, .*tiny.yaml"
+    ):
+        _parse("--config", "gpt_tiny")
+
+
+@pytest.mark.parametrize("arguments", [("--trainer.max_step=5",), ("--conf", "x.yaml"), ("--trainer.max_st", "5")])
+def test_abbreviated_arguments_are_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(CommandError, match=f"unknown argument: {arguments[0]}"):
+        _parse(*TINY, *arguments)
+
+
 def test_error_of_a_constructor_is_told_without_its_wrapping() -> None:
     with pytest.raises(ValueError) as error:
         _parse(*TINY, "--trainer.strategy.num_microbatches=2")
