@@ -207,6 +207,47 @@ def _sequence_divides(settings: Settings) -> None:
         )
 
 
+def _cp_comm_type_fits(settings: Settings) -> None:
+    """What each way of exchanging keys and values asks of the model; nothing without context parallelism."""
+    cp = settings.sizes.context_parallel_size
+    if cp == 1:
+        return
+    given, num_layers = settings.get("model", "cp_comm_type"), settings.get("model", "num_layers")
+    if isinstance(given, list) and num_layers is not None and len(given) != num_layers:
+        raise ValueError(
+            f"cp_comm_type={given!r} has {len(given)} entries, and num_layers={num_layers} needs one for each layer"
+        )
+    kinds = set(given) if isinstance(given, list) else {given}
+    hierarchical = settings.get("model", "hierarchical_context_parallel_sizes")
+    if ("a2a+p2p" in kinds) != (hierarchical is not None):
+        raise ValueError(
+            f"cp_comm_type={given!r} and hierarchical_context_parallel_sizes={hierarchical!r}: 'a2a+p2p' needs the "
+            f"sizes of both levels, the others have none; e.g. cp_comm_type='a2a+p2p' with "
+            f"hierarchical_context_parallel_sizes=[2, {max(cp // 2, 1)}]"
+        )
+    if hierarchical is not None and (len(hierarchical) != 2 or hierarchical[0] * hierarchical[1] != cp):
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes={hierarchical!r} must be two sizes whose product is "
+            f"context_parallel_size={cp}; e.g. [2, {max(cp // 2, 1)}]"
+        )
+    for kind, exchanging in (("a2a", cp), ("a2a+p2p", hierarchical[0] if hierarchical else 1)):
+        if kind in kinds:
+            _heads_exchange(settings, kind, exchanging)
+
+
+def _heads_exchange(settings: Settings, kind: str, ranks: int) -> None:
+    tp = settings.sizes.tensor_model_parallel_size
+    heads = settings.get("model", "num_attention_heads")
+    groups = settings.get("model", "num_query_groups") or heads
+    for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
+        if count is not None and count // tp % ranks:
+            raise ValueError(
+                f"cp_comm_type={kind!r} hands each of {ranks} context-parallel ranks its share of the heads: {name}="
+                f"{count} / tensor_model_parallel_size={tp} = {count // tp} must be divisible by {ranks}; use "
+                "cp_comm_type='p2p' or 'all_gather', or other sizes"
+            )
+
+
 #: Every rule that ties options together; each raises ValueError by itself. Order: the most basic first.
 RULES: tuple[Callable[[Settings], None], ...] = (
     _sequence_parallel_needs_tp,
@@ -215,6 +256,7 @@ RULES: tuple[Callable[[Settings], None], ...] = (
     _query_groups_divide,
     _ffn_divides,
     _sequence_divides,
+    _cp_comm_type_fits,
 )
 
 

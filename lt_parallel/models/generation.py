@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lt_parallel.ops.zigzag import place_of
+
 if TYPE_CHECKING:
     from lt_parallel.strategies.megatron import MegatronParallelStrategy
 
@@ -22,6 +24,10 @@ class LanguageModel(Protocol):
     @property
     def megatron(self) -> MegatronParallelStrategy:
         """The strategy that runs its chunks."""
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What a sequence's length must be a multiple of."""
 
     @property
     def device(self) -> torch.device:
@@ -82,14 +88,15 @@ def _last_logits(module: LanguageModel, tokens: Tensor) -> Tensor:
     strategy = module.megatron
     groups = strategy.groups
     length = tokens.shape[1]
-    # Sequence parallelism cuts the sequence evenly; what is added comes after the last token and can't be seen by it.
-    cut = groups.tp.size() if strategy.arguments.sequence_parallel else 1
-    padded = nn.functional.pad(tokens, (0, -length % cut))
-    positions = torch.arange(padded.shape[1], device=tokens.device).expand_as(padded)
+    # The sequence is cut evenly; what is added comes after the last token and can't be seen by it.
+    padded = nn.functional.pad(tokens, (0, -length % module.sequence_multiple))
+    owner, place = place_of(length - 1, padded.shape[1], groups.cp.size()) if groups.cp.size() > 1 else (0, length - 1)
+    positions = torch.arange(padded.shape[1], device=tokens.device).clamp(max=module.max_position_embeddings - 1)
+    positions = positions.expand_as(padded)
     found: list[Tensor] = []
 
     def keep(output: Tensor, batch: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        found[:] = [output[:, length - 1]]
+        found[:] = [output[:, place]]
         zero = torch.zeros((), device=output.device)
         return zero, zero, {}
 
@@ -98,7 +105,12 @@ def _last_logits(module: LanguageModel, tokens: Tensor) -> Tensor:
     )
     shape = (tokens.shape[0], module.padded_vocab_size)
     if found:
-        logits = gather_from_tensor_model_parallel_region(found[0].contiguous(), group=groups.tp).float()
+        last_token = found[0].contiguous()
+        if groups.cp.size() > 1:
+            torch.distributed.broadcast(
+                last_token, src=torch.distributed.get_global_rank(groups.cp, owner), group=groups.cp
+            )
+        logits = gather_from_tensor_model_parallel_region(last_token, group=groups.tp).float()
     else:
         logits = torch.empty(shape, device=tokens.device)
     if groups.pp.size() > 1:

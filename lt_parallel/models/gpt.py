@@ -7,7 +7,6 @@ take part in the loss or in sampling.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lt_parallel.metrics.language_model import Perplexity, TokenAccuracy, vocab_parallel_argmax
 from lt_parallel.models.base import MegatronLightningModule
 from lt_parallel.models.token_check import check_batch
+from lt_parallel.ops.zigzag import cut
 from lt_parallel.settings import check_vocab
 from lt_parallel.topology import require_positive_int
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lt_parallel.strategies.step_metrics import MetricValue
 
 _OWNER = "GPTModule"
+#: What a batch holds for each token, `[b, s]`.
+_PER_TOKEN = ("tokens", "labels", "position_ids", "loss_mask")
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 PositionEmbedding = Literal["learned_absolute", "rope"]
@@ -270,8 +272,6 @@ class GPTModule(MegatronLightningModule):
         backend = self.megatron.backend
         assert backend is not None
         place = {"vp_stage": vp_stage, "pp_rank": groups.pp.rank()}
-        if vp_stage:  # Megatron Core tells of GPTModel's deprecation in each constructor; the first chunk's will do
-            logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)
         chunk = GPTModel(
             config,
             gpt_block_spec(config, backend, **place),
@@ -301,18 +301,22 @@ class GPTModule(MegatronLightningModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Refuses ids outside the vocabulary, positions outside the table, and lengths that can't be cut."""
         if not self.trainer.predicting:
-            sizes, hp = self.megatron.sizes, self.hparams
-            learned = hp["position_embedding_type"] == "learned_absolute"
+            learned = self.hparams["position_embedding_type"] == "learned_absolute"
             for micro_batch in batch:
                 check_batch(
                     micro_batch,
                     vocab_size=self.vocab_size,
                     max_positions=self.max_position_embeddings if learned else None,
-                    sequence_multiple=(
-                        sizes.tensor_model_parallel_size if self.megatron.arguments.sequence_parallel else 1
-                    ),
+                    sequence_multiple=self.sequence_multiple,
                 )
         return batch
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What a sequence's length must be a multiple of to be cut by context and sequence parallelism."""
+        sizes = self.megatron.sizes
+        chunks = 2 * sizes.context_parallel_size if sizes.context_parallel_size > 1 else 1
+        return chunks * (sizes.tensor_model_parallel_size if self.megatron.arguments.sequence_parallel else 1)
 
     def forward(self, batch: Mapping[str, Tensor], labels: bool = True) -> Tensor:
         """Runs the active chunk.
@@ -326,10 +330,21 @@ class GPTModule(MegatronLightningModule):
             labels; on other stages the hidden states `[s / tp (with sequence parallelism), b, h]`.
         """
         assert self.active_chunk is not None
+        batch = self._part_of(batch)
         output: Tensor = self.active_chunk(
             batch["tokens"], batch["position_ids"], None, labels=batch["labels"] if labels else None
         )
         return output
+
+    def _part_of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """This context-parallel rank's part of the sequences; the loader gives all ranks whole ones."""
+        group = self.megatron.groups.cp
+        if group.size() == 1:
+            return batch
+        return {
+            name: cut(value, group.rank(), group.size(), 1) if name in _PER_TOKEN else value
+            for name, value in batch.items()
+        }
 
     def micro_batch_shape(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
         """(seq_length, micro_batch_size)."""
@@ -345,6 +360,7 @@ class GPTModule(MegatronLightningModule):
             output: Loss per token `[b, s]`, in nats; where the token accuracy is evaluated, logits.
             batch: Its `loss_mask` `[b, s]`.
         """
+        batch = self._part_of(batch)
         mask = batch["loss_mask"]
         if not self.trainer.training:
             output = self._evaluate(output, batch)

@@ -30,7 +30,8 @@ def check_batch(
     if tokens.shape[1] % sequence_multiple:
         raise ValueError(
             f"the batch's tokens {tuple(tokens.shape)} have a sequence length of {tokens.shape[1]}, which must be "
-            f"divisible by tensor_model_parallel_size={sequence_multiple} with sequence_parallel=True; pad or cut it"
+            f"divisible by {sequence_multiple} (tensor_model_parallel_size with sequence_parallel=True, times "
+            "2 x context_parallel_size if that is more than 1); pad or cut it"
         )
     if tokens.device.type != "cpu" or tokens.numel() == 0:
         return

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lt_parallel.topology import ParallelSizes
+from lt_parallel.topology import ParallelSizes, require_positive_int
 
 if TYPE_CHECKING:
     from lt_parallel.settings import Settings
 
 ShardingStrategy = Literal["no_shard", "optim"]
 LayerBackendName = Literal["auto", "torch", "transformer_engine"]
+CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 OWNER = "MegatronParallelStrategy"
 _MOST_MINUTES = 366 * 24 * 60
 
@@ -32,6 +33,8 @@ class StrategyArguments:
     virtual_pipeline_model_parallel_size: int | None = None
     pipeline_model_parallel_layout: str | list[str] | None = None
     context_parallel_size: int = 1
+    cp_comm_type: str | list[str] = "p2p"
+    hierarchical_context_parallel_sizes: list[int] | None = None
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
@@ -44,6 +47,10 @@ class StrategyArguments:
     def __post_init__(self) -> None:
         _require_one_of("data_parallel_sharding_strategy", self.data_parallel_sharding_strategy, ShardingStrategy)
         _require_one_of("layer_backend", self.layer_backend, LayerBackendName)
+        for kind in self._cp_comm_types():
+            _require_one_of("cp_comm_type", kind, CpCommType)
+        for size in self.hierarchical_context_parallel_sizes or ():
+            require_positive_int("hierarchical_context_parallel_sizes", size)
         for name in ("num_microbatches", "global_batch_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -59,6 +66,11 @@ class StrategyArguments:
                 f"config_overrides={overrides!r} must be a dictionary from field names to values, e.g. "
                 '{"qk_layernorm": True}'
             )
+
+    def _cp_comm_types(self) -> list[str]:
+        """One or one per layer, in Megatron Core's spelling."""
+        given = self.cp_comm_type if isinstance(self.cp_comm_type, list) else [self.cp_comm_type]
+        return ["all_gather" if kind == "allgather" else kind for kind in given]
 
     def parallel_sizes(self, world_size: int) -> ParallelSizes:
         """The sizes of a run on `world_size` ranks, as far as the arguments alone say them.
@@ -79,6 +91,7 @@ class StrategyArguments:
     def contribute(self, settings: Settings) -> None:
         """Adds the fields of Megatron Core's configs that follow from the arguments and the final sizes."""
         sizes = settings.sizes
+        kinds = self._cp_comm_types()
         interleaved = sizes.virtual_pipeline_model_parallel_size is not None
         settings.contribute(
             OWNER,
@@ -88,6 +101,8 @@ class StrategyArguments:
             virtual_pipeline_model_parallel_size=sizes.virtual_pipeline_model_parallel_size,
             sequence_parallel=self.sequence_parallel,
             context_parallel_size=sizes.context_parallel_size,
+            cp_comm_type=kinds if isinstance(self.cp_comm_type, list) else kinds[0],
+            hierarchical_context_parallel_sizes=self.hierarchical_context_parallel_sizes,
             expert_model_parallel_size=sizes.expert_model_parallel_size,
             expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
             calculate_per_token_loss=True,

@@ -84,6 +84,10 @@ class MegatronParallelStrategy(ParallelStrategy):
         pipeline_model_parallel_layout: Which layers each stage holds, e.g. "Ett|tt|tt|ttL": E embedding, t decoder
             layer, m MTP layer, L loss; "x*n" repeats, "(..)*n" repeats a group. None: equal parts.
         context_parallel_size: Ranks that each sequence is cut over.
+        cp_comm_type: How attention crosses those ranks: "p2p" (keys and values around a ring), "all_gather" (of keys
+            and values), "a2a" (heads for sequence), "a2a+p2p" (a2a among neighbours, a ring over them); or a list with
+            one for each layer.
+        hierarchical_context_parallel_sizes: For "a2a+p2p": ranks that exchange heads, and ranks of the ring.
         expert_model_parallel_size: Ranks that the experts of an MoE layer are spread over.
         expert_tensor_parallel_size: Tensor parallelism inside experts; None: tensor_model_parallel_size.
         data_parallel_sharding_strategy: "no_shard" keeps everything on every data-parallel rank; "optim" shards the
@@ -110,6 +114,8 @@ class MegatronParallelStrategy(ParallelStrategy):
         virtual_pipeline_model_parallel_size: int | None = None,
         pipeline_model_parallel_layout: str | list[str] | None = None,
         context_parallel_size: int = 1,
+        cp_comm_type: str | list[str] = "p2p",
+        hierarchical_context_parallel_sizes: list[int] | None = None,
         expert_model_parallel_size: int = 1,
         expert_tensor_parallel_size: int | None = None,
         data_parallel_sharding_strategy: ShardingStrategy = "no_shard",
@@ -127,6 +133,8 @@ class MegatronParallelStrategy(ParallelStrategy):
             virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
             pipeline_model_parallel_layout=pipeline_model_parallel_layout,
             context_parallel_size=context_parallel_size,
+            cp_comm_type=cp_comm_type,
+            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
             expert_model_parallel_size=expert_model_parallel_size,
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             data_parallel_sharding_strategy=data_parallel_sharding_strategy,
@@ -282,7 +290,9 @@ class MegatronParallelStrategy(ParallelStrategy):
         timeout = self.arguments.timeout
         process_groups.init_default_group(self.cluster_environment, self.sizes.world_size, self.root_device, timeout)
         self._failure_watch = FailureWatch.for_default_group()
-        self.groups = process_groups.init_model_parallel(self.sizes, timeout=timeout)
+        self.groups = process_groups.init_model_parallel(
+            self.sizes, self.arguments.hierarchical_context_parallel_sizes, timeout=timeout
+        )
         process_groups.seed_model_parallel(self.seed, self.groups.pp.rank())
 
     @property

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 #: The groups that exist, and the sizes they were made for.
-_existing: tuple[ParallelSizes, Any] | None = None
+_existing: tuple[ParallelSizes, list[int] | None, Any] | None = None
 
 
 def init_default_group(
@@ -56,7 +56,9 @@ def init_default_group(
     )
 
 
-def init_model_parallel(sizes: ParallelSizes, *, timeout: timedelta) -> Any:
+def init_model_parallel(
+    sizes: ParallelSizes, hierarchical_context_parallel_sizes: list[int] | None = None, *, timeout: timedelta
+) -> Any:
     """Makes every Megatron Core group and returns them.
 
     They live as long as the process: chunks refer to them, and a script may fit, test and save in turn. Groups for
@@ -64,6 +66,7 @@ def init_model_parallel(sizes: ParallelSizes, *, timeout: timedelta) -> Any:
 
     Args:
         sizes: The parallel sizes; their world size is the default group's.
+        hierarchical_context_parallel_sizes: Of both levels, for cp_comm_type="a2a+p2p".
         timeout: For the groups' collectives.
 
     Returns:
@@ -74,21 +77,22 @@ def init_model_parallel(sizes: ParallelSizes, *, timeout: timedelta) -> Any:
 
     global _existing
     if parallel_state.model_parallel_is_initialized():
-        if _existing is not None and _existing[0] == sizes:
-            return _existing[1]
+        if _existing is not None and _existing[:2] == (sizes, hierarchical_context_parallel_sizes):
+            return _existing[2]
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=sizes.virtual_pipeline_model_parallel_size,
         context_parallel_size=sizes.context_parallel_size,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
         expert_model_parallel_size=sizes.expert_model_parallel_size,
         expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
         create_gloo_process_groups=False,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    _existing = (sizes, groups)
+    _existing = (sizes, hierarchical_context_parallel_sizes, groups)
     return groups
 
 

@@ -72,6 +72,7 @@ def resolve_run(
         settings.override(arguments.config_overrides, config_classes(module))
     if backend is not None:
         _check_low_precision(settings, backend)
+        _check_context_parallel(settings, backend)
     settings.validate()
     batch_plan = BatchPlan(settings.sizes, arguments.num_microbatches, arguments.global_batch_size)
     return ResolvedRun(settings, batch_plan, layout, backend)
@@ -113,11 +114,6 @@ def _resolve_layout(arguments: StrategyArguments, settings: Settings) -> Pipelin
 def _resolve_backend(arguments: StrategyArguments, settings: Settings, device_type: str) -> LayerBackend:
     from lt_parallel.plugins.layer_backend import resolve_layer_backend
 
-    if settings.sizes.context_parallel_size > 1:
-        raise ValueError(
-            f"context_parallel_size={settings.sizes.context_parallel_size}: no layer backend cuts sequences yet; set "
-            "context_parallel_size=1"
-        )
     backend = resolve_layer_backend(arguments.layer_backend, device_type)
     settings.contribute(f"{OWNER}(layer_backend=...)", "model", **backend.config_fields)
     return backend
@@ -132,6 +128,14 @@ def _check_low_precision(settings: Settings, backend: LayerBackend) -> None:
                 f"{name}={value!r} needs layer_backend='transformer_engine' on a CUDA device, but this run has "
                 f"layer_backend='torch'; remove {name}"
             )
+
+
+def _check_context_parallel(settings: Settings, backend: LayerBackend) -> None:
+    if backend.name == "torch":
+        from lt_parallel.plugins.layer_backend.attention import refuse_across_ranks
+
+        given = settings.get("model", "attention_dropout", 0.0), settings.get("model", "window_size")
+        refuse_across_ranks(settings.sizes.context_parallel_size, *given)
 
 
 def _check_trainer(trainer: L.Trainer, module: L.LightningModule) -> None:

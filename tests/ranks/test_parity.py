@@ -43,6 +43,41 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
             "data_parallel_sharding_strategy": "optim",
         },
     ),
+    "cp2 p2p": (2, {"context_parallel_size": 2}),
+    "cp4 p2p": (4, {"context_parallel_size": 4}),
+    "cp2 all_gather": (2, {"context_parallel_size": 2, "cp_comm_type": "allgather"}),
+    "cp4 a2a": (4, {"context_parallel_size": 4, "cp_comm_type": "a2a"}),
+    "cp4 a2a+p2p": (
+        4,
+        {
+            "context_parallel_size": 4,
+            "cp_comm_type": "a2a+p2p",
+            "hierarchical_context_parallel_sizes": [2, 2],
+        },
+    ),
+    "cp2 one way per layer": (
+        2,
+        {"context_parallel_size": 2, "cp_comm_type": ["p2p", "all_gather", "a2a", "p2p"]},
+    ),
+    "cp2 tp2 sp dp2 optim": (
+        8,
+        {
+            "context_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "data_parallel_sharding_strategy": "optim",
+        },
+    ),
+    "cp2 pp2": (4, {"context_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "cp2 pp2 vpp2": (
+        4,
+        {
+            "context_parallel_size": 2,
+            "cp_comm_type": "all_gather",
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+    ),
     "layout Et|ttt|L over pp3": (
         3,
         {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et|ttt|L"},

@@ -270,7 +270,8 @@ def test_attention_backend_of_the_config_is_honoured() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size=2"),
+        ({"context_parallel_size": 2, "attention_dropout": 0.1}, "attention_dropout=0.1 with context_parallel_size=2"),
+        ({"context_parallel_size": 2, "window_size": (3, 0)}, r"window_size=\(3, 0\) with context_parallel_size=2"),
         ({"softmax_type": "off-by-one"}, "softmax_type='vanilla' only, not 'off-by-one'"),
         ({"attention_backend": AttnBackend.local}, "attention_backend=local"),
         ({"log_max_attention_logit": True}, "log_max_attention_logit=True"),

@@ -86,9 +86,10 @@ def resolved(devices: int, strategy: dict[str, Any], model: dict[str, Any] | Non
     return trainer.strategy.resolve_settings(trainer)
 
 
-TP2, TP4, PP2 = (
+TP2, TP4, CP2, PP2 = (
     {"tensor_model_parallel_size": 2},
     {"tensor_model_parallel_size": 4},
+    {"context_parallel_size": 2},
     {"pipeline_model_parallel_size": 2},
 )
 SP4 = {**TP4, "sequence_parallel": True}
@@ -188,6 +189,50 @@ BAD: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         {**VPP2, "num_microbatches": 3},
         {},
         ["num_microbatches=3", "pipeline_model_parallel_size=2", "virtual stages", "2 or 4"],
+    ),
+    "sequence and cp": (2, CP2, {"seq_length": 30}, ["seq_length=30", "2 x context_parallel_size=2", "28 or 32"]),
+    "cp_comm_type": (2, {**CP2, "cp_comm_type": "ring"}, {}, ["cp_comm_type='ring'", "p2p, all_gather, a2a, a2a+p2p"]),
+    "cp_comm_type per layer": (
+        2,
+        {**CP2, "cp_comm_type": ["p2p", "a2a"]},
+        {},
+        ["['p2p', 'a2a'] has 2 entries", "num_layers=4"],
+    ),
+    "a2a and heads": (
+        8,
+        {"context_parallel_size": 8, "cp_comm_type": "a2a"},
+        {},
+        ["cp_comm_type='a2a'", "num_attention_heads=4 / tensor_model_parallel_size=1 = 4", "divisible by 8", "'p2p'"],
+    ),
+    "a2a and kv groups": (
+        4,
+        {"context_parallel_size": 4, "cp_comm_type": "a2a"},
+        {"num_query_groups": 2},
+        ["num_query_groups=2 / tensor_model_parallel_size=1 = 2", "divisible by 4"],
+    ),
+    "a2a+p2p without sizes": (
+        4,
+        {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"},
+        {},
+        ["cp_comm_type='a2a+p2p'", "hierarchical_context_parallel_sizes=None", "[2, 2]"],
+    ),
+    "hierarchical sizes without a2a+p2p": (
+        4,
+        {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]},
+        {},
+        ["cp_comm_type='p2p'", "hierarchical_context_parallel_sizes=[2, 2]"],
+    ),
+    "hierarchical product": (
+        4,
+        {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 4]},
+        {},
+        ["[2, 4] must be two sizes whose product is context_parallel_size=4", "[2, 2]"],
+    ),
+    "dropout and cp": (
+        2,
+        CP2,
+        {"attention_dropout": 0.1},
+        ["attention_dropout=0.1 with context_parallel_size=2", "switch it off"],
     ),
     "layout: symbol": (2, {**PP2, "pipeline_model_parallel_layout": "Ett|txL"}, {}, ["Ett|txL", "'x'", "valid:"]),
     "layout: open group": (2, {**PP2, "pipeline_model_parallel_layout": "E(tt|ttL"}, {}, ["'(' without ')'"]),

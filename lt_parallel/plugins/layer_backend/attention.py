@@ -24,6 +24,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lt_parallel.ops.context_parallel_attention import context_parallel_attention
+
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -84,8 +86,8 @@ class TorchDotProductAttention(MegatronModule):
         softmax_scale: factor on the scores; None takes 1 / sqrt(channels of the key).
         k_channels: channels per key head; None takes ``config.kv_channels``. Multi-latent attention sets it.
         v_channels: channels per value head, read from the tensors; accepted for multi-latent attention.
-        cp_comm_type: how context parallel ranks exchange keys and values.
-        pg_collection: process groups; none is needed here.
+        cp_comm_type: how context parallel ranks exchange keys and values (`lt_parallel.ops`); None means a ring.
+        pg_collection: process groups; ``cp`` and, for "a2a+p2p", ``hcp`` are used.
 
     Raises:
         ValueError: for options that this backend can't honour.
@@ -105,8 +107,10 @@ class TorchDotProductAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        del attention_type, v_channels, cp_comm_type, pg_collection
+        del attention_type, v_channels
         _refuse_unsupported(config)
+        self.cp_comm_type = cp_comm_type or "p2p"
+        self.pg_collection = pg_collection
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         channels = config.kv_channels if k_channels is None else k_channels
@@ -153,6 +157,8 @@ class TorchDotProductAttention(MegatronModule):
                 f"layer_backend='torch' doesn't support {given}; pass None, or use layer_backend='transformer_engine'"
             )
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        if self.config.context_parallel_size > 1:
+            return self._across_ranks(query, key, value, attention_mask, mask_type)
         is_causal, mask = self._mask(query, key, attention_mask, mask_type)
         key, value = _expand_groups_if_needed(query, key, value, mask)
         dropout = self.dropout if self.training else 0.0
@@ -167,6 +173,29 @@ class TorchDotProductAttention(MegatronModule):
                 scale=self.softmax_scale,
                 enable_gqa=query.size(2) != key.size(2),
             )
+        return context.permute(2, 0, 1, 3).contiguous().flatten(2)
+
+    def _across_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, mask_type: AttnMaskType
+    ) -> Tensor:
+        """Attends to the keys of all context parallel ranks; shapes as in ``forward``, s a rank's part."""
+        if hidden is not None or mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            raise ValueError(
+                f"context parallelism on layer_backend='torch' attends causally or without a mask, not with "
+                f"attn_mask_type={mask_type.name}{' and an attention_mask' if hidden is not None else ''}"
+            )
+        groups = self.pg_collection
+        assert groups is not None, "Megatron Core's attention passes its groups"
+        context = context_parallel_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            self.cp_comm_type,
+            groups.cp,
+            groups.hcp if self.cp_comm_type == "a2a+p2p" else None,
+            causal=mask_type is AttnMaskType.causal,
+            scale=self.softmax_scale,
+        )
         return context.permute(2, 0, 1, 3).contiguous().flatten(2)
 
     def _mask(
@@ -217,13 +246,29 @@ def _expand_groups_if_needed(query: Tensor, key: Tensor, value: Tensor, mask: Te
     return key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
 
 
+def refuse_across_ranks(context_parallel_size: int, attention_dropout: float, window_size: object) -> None:
+    """Checks what attention over a cut sequence can't do, for this backend.
+
+    Args:
+        context_parallel_size: Nothing is refused at 1.
+        attention_dropout: Must be 0.
+        window_size: Must be None.
+
+    Raises:
+        ValueError: One is given.
+    """
+    for name, value in (("attention_dropout", attention_dropout), ("window_size", window_size)):
+        if value and context_parallel_size > 1:
+            raise ValueError(
+                f"{name}={value} with context_parallel_size={context_parallel_size}: layer_backend='torch' attends "
+                f"across ranks without it; switch it off, set context_parallel_size=1, or use "
+                "layer_backend='transformer_engine'"
+            )
+
+
 def _refuse_unsupported(config: TransformerConfig) -> None:
     te = "or use layer_backend='transformer_engine'"
-    if config.context_parallel_size > 1:
-        raise ValueError(
-            f"layer_backend='torch' can't attend across context parallel ranks, and "
-            f"context_parallel_size={config.context_parallel_size}; set it to 1, {te}"
-        )
+    refuse_across_ranks(config.context_parallel_size, config.attention_dropout, config.window_size)
     if config.softmax_type != "vanilla":
         raise ValueError(
             f"layer_backend='torch' knows softmax_type='vanilla' only, not {config.softmax_type!r}; change it, {te}"
