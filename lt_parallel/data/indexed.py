@@ -141,11 +141,26 @@ class IndexedDataModule(L.LightningDataModule):
             raise DataError("a .bin/.idx pair doesn't say its vocabulary size; give tokenizer or vocab_size")
         return self._vocab_size
 
-    def setup(self, stage: str | None = None) -> None:
-        """Check the pairs and build the data sets of a stage ("fit", "validate", "test", "predict"; None: all)."""
+    def check_source(self, stage: str) -> None:
+        """Raise what the pairs' indices tell; the strategy asks before other processes start.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
+        wanted = self._wanted_splits(stage)
+        pairs = [check_pair(path) for path in self.paths]
+        for name in wanted:
+            self._capacities(name, pairs)
+
+    def _wanted_splits(self, stage: str | None) -> list[str]:
         wanted = [name for name in SPLITS_OF_STAGE[stage] if self.shares[SPLITS.index(name)] is not None]
         if not wanted and stage != "predict":
             raise DataError(f"`{stage}` needs a share of the documents, but split={self.split!r} has none for it")
+        return wanted
+
+    def setup(self, stage: str | None = None) -> None:
+        """Check the pairs and build the data sets of a stage ("fit", "validate", "test", "predict"; None: all)."""
+        wanted = self._wanted_splits(stage)
         if all(name in self._datasets for name in wanted):
             return
         pairs = [check_pair(path) for path in self.paths]

@@ -20,7 +20,7 @@ from lt_parallel.data.locking import cache_root
 from lt_parallel.data.sources import list_files
 from lt_parallel.data.splits import SPLITS, split_documents
 from lt_parallel.data.token_cache import TokenCache, open_or_build
-from lt_parallel.data.tokenizer import Tokenizer, build_tokenizer
+from lt_parallel.data.tokenizer import BYTES, Tokenizer, build_tokenizer
 from lt_parallel.data.windows import Prompts, TokenWindows
 
 SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": (), None: SPLITS}
@@ -100,6 +100,21 @@ class TextDataModule(L.LightningDataModule):
         """One above the highest token id (before the padding that tensor parallelism wants); known before `setup`."""
         return self.tokenizer.vocab_size
 
+    def check_source(self, stage: str) -> None:
+        """Raise what can be told before any text is read; the strategy asks before other processes start.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
+        if stage == "predict":
+            self._encode_prompts()
+            return
+        self._wanted_splits(stage)
+        files = list_files(self.paths, self.pattern)
+        if self.tokenizer_spec == BYTES:  # a file of n bytes becomes n tokens and an end, an empty one nothing
+            sizes = [file.size_bytes for file in files if file.size_bytes]
+            self._check_length(sum(sizes) + len(sizes), len(sizes))
+
     def prepare_data(self) -> None:
         """Make the token cache on one rank while the others wait in Lightning's barrier, which has no time limit.
 
@@ -113,19 +128,23 @@ class TextDataModule(L.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open the corpus and make the data sets of a stage ("fit", "validate", "test", "predict"; None: all)."""
-        wanted = [name for name in SPLITS_OF_STAGE[stage] if self._fraction(name) > 0]
-        if stage in ("validate", "test") and not wanted:
-            option = "val_fraction" if stage == "validate" else "test_fraction"
-            raise DataError(f"`{stage}` needs held-out text, but {option}=0; set for example {option}=0.05")
+        wanted = self._wanted_splits(stage)
         if all(name in self._datasets for name in wanted):
             return
         cache = self._open_cache()
-        self._check_length(cache)
+        self._check_length(cache.num_tokens, len(cache.hashes))
         segments = split_documents(cache.offsets, cache.hashes, self.val_fraction, self.test_fraction)
         for name in wanted:
             dataset = TokenWindows(cache, segments[name], self.seq_length)
             self._check_split(name, dataset, cache)
             self._datasets[name] = dataset
+
+    def _wanted_splits(self, stage: str | None) -> list[str]:
+        wanted = [name for name in SPLITS_OF_STAGE[stage] if self._fraction(name) > 0]
+        if stage in ("validate", "test") and not wanted:
+            option = "val_fraction" if stage == "validate" else "test_fraction"
+            raise DataError(f"`{stage}` needs held-out text, but {option}=0; set for example {option}=0.05")
+        return wanted
 
     def _open_cache(self) -> TokenCache:
         files = list_files(self.paths, self.pattern)
@@ -135,12 +154,12 @@ class TextDataModule(L.LightningDataModule):
         held_out = {"val": self.val_fraction, "test": self.test_fraction}
         return held_out.get(split, 1 - self.val_fraction - self.test_fraction)
 
-    def _check_length(self, cache: TokenCache) -> None:
+    def _check_length(self, total: int, documents: int) -> None:
         """Raise unless the text gives one sequence; before anything of a sequence's length is made."""
-        total, needed = cache.num_tokens, self.seq_length + 1
+        needed = self.seq_length + 1
         if total < needed:
             raise DataError(
-                f"the text holds {total} tokens ({len(cache.hashes)} documents), but one sequence needs seq_length + 1 "
+                f"the text holds {total} tokens ({documents} documents), but one sequence needs seq_length + 1 "
                 f"= {needed}; add text, or set seq_length to at most {total - 1}"
             )
 
@@ -199,6 +218,9 @@ class TextDataModule(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """One batch per prompt, {"tokens": int64 [1, length]}, in the order given."""
+        return make_loader(Prompts(self._encode_prompts()), 1, 0)
+
+    def _encode_prompts(self) -> list[list[int]]:
         prompts = self.predict_prompts
         if not prompts:
             raise DataError('`predict` has no text to continue; set for example predict_prompts=["def "]')
@@ -209,7 +231,7 @@ class TextDataModule(L.LightningDataModule):
                     f"predict_prompts: {prompt[:40]!r} is {len(ids)} tokens; "
                     f"1 to seq_length={self.seq_length} can be continued"
                 )
-        return make_loader(Prompts(encoded), 1, 0)
+        return encoded
 
 
 def check_sizes(**sizes: int) -> None:

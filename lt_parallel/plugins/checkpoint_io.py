@@ -71,6 +71,19 @@ class MegatronCheckpointIO(CheckpointIO):
         Raises:
             FileNotFoundError: There is no checkpoint at `path`.
         """
+        self.require_checkpoint(path)
+        state: dict[str, Any] = torch.load(Path(path) / TRAINER_FILE, map_location="cpu", weights_only=True)
+        return state
+
+    def require_checkpoint(self, path: _PATH) -> None:
+        """Looks whether there is a whole checkpoint; reads nothing.
+
+        Args:
+            path: A checkpoint directory.
+
+        Raises:
+            FileNotFoundError: There is none at `path`.
+        """
         directory = Path(path)
         if not (directory / TRAINER_FILE).is_file():
             kind = "a file, not a directory" if directory.is_file() else "no such checkpoint"
@@ -80,8 +93,6 @@ class MegatronCheckpointIO(CheckpointIO):
             if not directory.exists() and replaced.is_dir():  # a save was killed between its last two renamings
                 kind += f"; the one before it is {replaced}: move it to {directory.name}"
             raise FileNotFoundError(f"{directory}: {kind}")
-        state: dict[str, Any] = torch.load(directory / TRAINER_FILE, map_location="cpu", weights_only=True)
-        return state
 
     def tensor_shapes(self, path: _PATH) -> dict[str, tuple[int, ...]]:
         """Global shapes of the tensors in a checkpoint directory, by global name."""

@@ -26,12 +26,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lt_parallel import runtime
+from lt_parallel import quiet, runtime
 from lt_parallel.metrics.timers import SAVE_CHECKPOINT, StepTimers, timed
 from lt_parallel.plugins.checkpoint_io import MegatronCheckpointIO
 from lt_parallel.plugins.precision import MegatronPrecision
 from lt_parallel.strategies.arguments import LayerBackendName, ShardingStrategy, StrategyArguments, timeout_from
 from lt_parallel.strategies.failure import Failure, FailureWatch
+from lt_parallel.strategies.launch_inputs import check_inputs
 from lt_parallel.strategies.micro_batches import (
     MicroBatchLoader,
     num_samples,
@@ -56,7 +57,7 @@ TBroadcast = TypeVar("TBroadcast")
 
 
 class _CheckedLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher; the configuration is checked before the other processes start."""
+    """Lightning's launcher, which every run goes through: it is checked before other processes start, and muted."""
 
     def __init__(self, strategy: MegatronParallelStrategy) -> None:
         assert strategy.cluster_environment is not None
@@ -65,9 +66,15 @@ class _CheckedLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
-        if trainer is not None and self._strategy.lightning_module is not None:
-            self._strategy.resolve_settings(trainer)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        strategy = self._strategy
+        on_cpu = strategy.root_device.type != "cuda"
+        runtime.select("cpu" if on_cpu else "cuda")  # the checks import Megatron Core
+        with quiet.muted_run(on_cpu=on_cpu):
+            if trainer is not None and strategy.lightning_module is not None:
+                strategy.resolve_settings(trainer)
+                assert trainer.state.fn is not None and isinstance(strategy.checkpoint_io, MegatronCheckpointIO)
+                check_inputs(function, args, kwargs, trainer.state.fn.value, strategy.checkpoint_io)
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class MegatronParallelStrategy(ParallelStrategy):

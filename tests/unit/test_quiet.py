@@ -7,12 +7,16 @@ import pytest
 
 from lt_parallel import quiet
 
+ALL_NOISE = (*quiet.RUN_NOISE, *quiet.COMMAND_NOISE)
+DEPRECATION = "GPTModel IS DEPRECATED. Use another one"
+STREAMS = "When using async grad allreduce it is recommended to set the environment variable"
+
 
 @pytest.fixture
 def _muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LT_PARALLEL_DEBUG", raising=False)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    sources = {noise.source for noise in quiet.NOISE if isinstance(noise.source, str)}
+    sources = {noise.source for noise in ALL_NOISE if isinstance(noise.source, str)}
     for name in sources:
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
 
@@ -33,16 +37,44 @@ def test_warnings_of_the_table_are_muted_and_others_are_not() -> None:
 
 
 @pytest.mark.usefixtures("_muted")
-def test_the_deprecation_of_the_model_class_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers_of_the_table_are_muted_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
     quiet.install()
     logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
-    for _ in range(3):
-        logger.warning("GPTModel IS DEPRECATED. Use another one")
-    logger.warning("something else")
-    assert [record.getMessage() for record in caplog.records] == [
-        "GPTModel IS DEPRECATED. Use another one",
-        "something else",
-    ]
+    for text in (DEPRECATION, "something else"):
+        logger.warning(text)
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+@pytest.mark.usefixtures("_muted")
+@pytest.mark.parametrize(("on_cpu", "streams_shown"), [(True, 0), (False, 1)])
+def test_a_run_is_muted_and_leaves_the_users_filters_alone(
+    on_cpu: bool, streams_shown: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        with quiet.muted_run(on_cpu=on_cpu):
+            for text in ("full scope is deprecated. Use", STREAMS, "mine", "The 'train_dataloader' does not have many"):
+                warnings.warn(text, UserWarning, stacklevel=1)
+            logger.warning(DEPRECATION)
+            logger.warning("mine")
+        assert list(warnings.filters) == before
+        warnings.warn("full scope is deprecated. Use", UserWarning, stacklevel=1)
+        logger.warning(DEPRECATION)
+    streams = [STREAMS] * streams_shown
+    data = "The 'train_dataloader' does not have many"
+    assert [str(w.message) for w in seen] == [*streams, "mine", data, "full scope is deprecated. Use"]
+    assert [record.getMessage() for record in caplog.records] == ["mine", DEPRECATION]
+
+
+@pytest.mark.usefixtures("_muted")
+def test_a_run_that_fails_leaves_the_filters_alone_too() -> None:
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    before = list(warnings.filters)
+    with pytest.raises(RuntimeError), quiet.muted_run(on_cpu=True):
+        raise RuntimeError
+    assert (list(warnings.filters), logger.filters) == (before, [])
 
 
 @pytest.mark.usefixtures("_muted")
@@ -51,6 +83,8 @@ def test_debugging_mutes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(warnings.filters)
     quiet.install()
     assert len(warnings.filters) == before
+    with quiet.muted_run(on_cpu=True):
+        assert len(warnings.filters) == before
 
 
 @pytest.mark.usefixtures("_muted")
@@ -64,4 +98,4 @@ def test_the_state_of_callbacks_matters_only_when_training_goes_on(resumes: bool
 
 
 def test_every_entry_says_why() -> None:
-    assert all(noise.why and noise.pattern for noise in quiet.NOISE)
+    assert all(noise.why and noise.pattern for noise in ALL_NOISE)
