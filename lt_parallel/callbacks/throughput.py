@@ -13,13 +13,16 @@ Cost: timestamps in a step; at the end of an interval one wait for the device an
 
 from __future__ import annotations
 
+import math
+import os
 import time
-import warnings
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, override
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lt_parallel.metrics.baseline import Baseline, read_baseline
 from lt_parallel.metrics.flops import ModelFlops
@@ -81,19 +84,13 @@ class ThroughputMonitor(L.Callback):
             what the driver's name for the device says.
 
     Raises:
-        ValueError: An argument is not positive, the file holds no throughput, or the table has no such device.
+        ValueError: An argument is not positive, the file holds no throughput, or the table has no such device; or the
+            Trainer has a second ThroughputMonitor.
     """
 
     def __init__(self, baseline: float | str | None = None, peak_flops: float | str | None = None) -> None:
-        if isinstance(peak_flops, str):
-            require_device_peak(peak_flops)
-        elif peak_flops is not None and not peak_flops > 0:
-            raise ValueError(f"peak_flops={peak_flops!r} must be positive: the dense peak of one device in FLOP/s")
-        if isinstance(baseline, int | float):
-            self._baseline: Baseline | None = Baseline(float(baseline)).check("baseline")
-        else:
-            self._baseline = None if baseline is None else read_baseline(Path(baseline))
-        self._given_peak = peak_flops
+        self._baseline = _read_baseline(baseline)
+        self._given_peak = _read_peak(peak_flops)
         self._peak: float | None = None
         self._strategy: MegatronParallelStrategy | None = None
         self._flops: ModelFlops | None = None
@@ -119,14 +116,24 @@ class ThroughputMonitor(L.Callback):
                 f"ThroughputMonitor measures runs of MegatronParallelStrategy; this Trainer has "
                 f"{type(strategy).__name__}: use lightning.pytorch.callbacks.ThroughputMonitor with it"
             )
-        if stage == "fit":
-            self._strategy, self._consumed_tokens = strategy, 0.0
-            strategy.timers = StepTimers(strategy.root_device)
+        if stage != "fit":
+            return
+        if any(isinstance(other, ThroughputMonitor) and other is not self for other in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError("a Trainer measures with one ThroughputMonitor; it has several: remove the others")
+        # A Trainer that fits again goes on counting, as its global step does, also what an exception cut off.
+        self._consumed_tokens = self.state_dict()["consumed_tokens"] if self._strategy is strategy else 0.0
+        self._reset()
+        self._strategy = strategy
+        strategy.timers = StepTimers(strategy.root_device)
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self._strategy is not None:
             self._strategy.timers = None
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # which Lightning doesn't call then
 
     # ---------------------------------------------------------------- counting
 
@@ -276,15 +283,40 @@ class ThroughputMonitor(L.Callback):
         self._consumed_tokens = float(state_dict["consumed_tokens"])
 
 
+def _read_baseline(given: Any) -> Baseline | None:
+    if given is None:
+        return None
+    if isinstance(given, str | os.PathLike):
+        return read_baseline(Path(given))
+    return Baseline(_number("baseline", given, "tokens/s, or a file of an earlier run")).check("baseline")
+
+
+def _read_peak(given: Any) -> float | str | None:
+    if isinstance(given, str):
+        require_device_peak(given)
+        return given
+    if given is None:
+        return None
+    peak = _number("peak_flops", given, "FLOP/s, or the name of a device")
+    if not 0 < peak < math.inf:
+        raise ValueError(f"peak_flops={given!r} must be positive: the dense peak of one device in FLOP/s")
+    return peak
+
+
+def _number(name: str, given: Any, kinds: str) -> float:
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise ValueError(f"{name}={given!r} must be a number of {kinds}")
+    return float(given)
+
+
 def _model_flops(module: L.LightningModule) -> ModelFlops | None:
-    """What the module says of itself; None where nothing is known."""
-    count = getattr(module, "model_flops", None)
-    if count is None:
+    """What the module says of itself; None where nothing is known, as of a plain one, which has no tokens either."""
+    if not is_chunked(module) or not hasattr(module, "model_flops"):
         return None
     try:
-        flops: ModelFlops | None = count()
+        flops: ModelFlops | None = module.model_flops()
     except ValueError as error:
-        warnings.warn(f"ThroughputMonitor logs no FLOP/s and no MFU: {error}", stacklevel=2)
+        rank_zero_warn(f"ThroughputMonitor logs no FLOP/s and no MFU: {error}")
         return None
     return flops
 
@@ -297,8 +329,8 @@ def _peak_flops(given: float | str | None, device: torch.device, precision: str)
         device: Of this rank.
         precision: The Trainer's.
     """
-    if isinstance(given, int | float):
-        return float(given)
+    if isinstance(given, float):
+        return given
     if given is not None:
         return require_device_peak(given).flops_per_sec(_compute_dtype(precision))
     if device.type != "cuda":
@@ -306,10 +338,9 @@ def _peak_flops(given: float | str | None, device: torch.device, precision: str)
     name = torch.cuda.get_device_name(device)
     peak = device_peak(name)
     if peak is None:
-        warnings.warn(
+        rank_zero_warn(
             f"ThroughputMonitor logs no MFU: the peak of {name!r} isn't known; give peak_flops=... from its data sheet "
-            "(dense), or a name of lt_parallel.metrics.peaks",
-            stacklevel=2,
+            "(dense), or a name of lt_parallel.metrics.peaks"
         )
         return None
     return peak.flops_per_sec(_compute_dtype(precision))

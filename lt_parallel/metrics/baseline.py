@@ -19,9 +19,11 @@ class Baseline(NamedTuple):
     devices: int = 1
 
     def check(self, origin: str) -> Baseline:
-        """Itself. Raises ValueError, naming its origin, if the throughput isn't positive."""
+        """Itself. Raises ValueError, naming its origin, if throughput or devices aren't positive."""
         if not (math.isfinite(self.tokens_per_sec) and self.tokens_per_sec > 0):
             raise ValueError(f"{origin}: {self.tokens_per_sec:g} tokens/s can't be a baseline; it must be positive")
+        if self.devices < 1:
+            raise ValueError(f"{origin}: {self.devices} devices can't be a baseline; there must be at least 1")
         return self
 
 
@@ -39,7 +41,7 @@ def read_baseline(path: Path) -> Baseline:
         raise ValueError(f"baseline: there is no file {str(path)!r}; give tokens/s, a metrics.csv or a scaling.json")
     try:
         found = _from_json(path) if path.suffix == ".json" else _from_csv(path)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, OSError, csv.Error) as error:
         raise ValueError(f"baseline: {str(path)!r} can't be read as an earlier run's file: {error}") from error
     if found is None:
         raise ValueError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -32,7 +33,7 @@ from tests.ranks.parity_runs import (
     StepNumbers,
     build_trainer,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 
 STEPS, EVERY = 7, 2
 TOKENS_PER_STEP = GLOBAL_BATCH * SEQ_LENGTH
@@ -235,8 +236,71 @@ def test_speedup_over_a_baseline(tmp_path: Path) -> None:
         assert row["train/efficiency"] == pytest.approx(row["train/speedup"] / 2)
 
 
+class Fault(L.Callback):
+    """Raises once, after a step in the middle of an interval or in a validation."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._raise("step", trainer)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._raise("validation", trainer)
+
+    def _raise(self, where: str, trainer: L.Trainer) -> None:
+        if self.where == where and trainer.global_step == 4:
+            self.where = ""
+            raise ArithmeticError("wrong")
+
+
+def train_again(where: str) -> dict[str, Any]:
+    """A fit that a fault ends, an evaluation, a second fit, and a fit of another Trainer with the same callback."""
+    monitor = ThroughputMonitor()
+    options: dict[str, Any] = {"devices": 1, "max_steps": STEPS, "val_check_interval": 4, "log_every_n_steps": 3}
+    trainer = build_trainer(StepNumbers(), {}, callbacks=[monitor, Fault(where)], **options)
+    module = GPTModule(VOCAB_SIZE, SEQ_LENGTH, **GPT2, **OPTIMIZER)
+    loaders = (DataLoader(Sequences(), batch_size=MICRO_BATCH), DataLoader(Sequences(5), batch_size=MICRO_BATCH))
+    with pytest.raises(ArithmeticError):
+        trainer.fit(module, *loaders)
+    result = {"timers after the fault": trainer.strategy.timers}
+    trainer.validate(module, loaders[1], verbose=False)
+    trainer.fit(module, *loaders)
+    values = trainer.callback_metrics
+    result["parts"] = float(values["train/compute_s"]) > 0, float(values["train/data_wait_s"]) > 0
+    result["second fit"] = float(values["train/consumed_tokens"])
+    other = build_trainer(StepNumbers(), {}, callbacks=[monitor], **options)
+    other.fit(GPTModule(VOCAB_SIZE, SEQ_LENGTH, **GPT2, **OPTIMIZER), *loaders)
+    result["other trainer"] = float(other.callback_metrics["train/consumed_tokens"])
+    return result
+
+
+@pytest.mark.parametrize("where", ["step", "validation"])
+def test_a_fault_leaves_nothing_behind_and_the_count_goes_on(where: str) -> None:
+    (result,) = run_ranks(train_again, 1, where)
+    assert result["timers after the fault"] is None
+    assert result["parts"] == (True, True)
+    assert result["second fit"] == result["other trainer"] == STEPS * TOKENS_PER_STEP
+
+
+class Derived(ThroughputMonitor):
+    """Lightning lets it stand beside its base class."""
+
+
+def train_with_two() -> None:
+    trainer = build_trainer(StepNumbers(), {}, devices=1, callbacks=[ThroughputMonitor(), Derived()])
+    trainer.fit(GPTModule(VOCAB_SIZE, SEQ_LENGTH, **GPT2, **OPTIMIZER), DataLoader(Sequences(), batch_size=MICRO_BATCH))
+
+
+def test_two_monitors_are_refused() -> None:
+    with pytest.raises(RankError, match="one ThroughputMonitor; it has several"):
+        run_ranks(train_with_two, 1)
+
+
 class Plain(L.LightningModule):
-    """No tokens, no Megatron model."""
+    """No tokens, no Megatron model; what it calls `model_flops` is its own affair."""
+
+    model_flops = 1e9
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,6 +347,11 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"peak_flops": 0.0}, "peak_flops=0.0 must be positive"),
+        ({"peak_flops": float("inf")}, "peak_flops=inf must be positive"),
+        ({"peak_flops": True}, "peak_flops=True must be a number of FLOP/s, or the name of a device"),
+        ({"peak_flops": [1.0]}, r"peak_flops=\[1.0\] must be a number"),
+        ({"baseline": True}, "baseline=True must be a number of tokens/s, or a file"),
+        ({"baseline": [1.0]}, r"baseline=\[1.0\] must be a number of tokens/s"),
         ({"peak_flops": "H1000"}, r"H1000.*H100 SXM"),
         ({"baseline": 0.0}, "must be positive"),
         ({"baseline": -5}, "must be positive"),
@@ -292,3 +361,8 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ThroughputMonitor(**arguments)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numbers: Any = (numpy.float32(1000.0), numpy.int64(10**12))
+    ThroughputMonitor(*numbers)
