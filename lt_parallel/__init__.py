@@ -15,6 +15,7 @@ install_finder()
 if TYPE_CHECKING:
     from lt_parallel.callbacks.experiment_record import ExperimentRecord
     from lt_parallel.callbacks.memory import MemoryMonitor
+    from lt_parallel.callbacks.overlap import CommunicationOverlap
     from lt_parallel.callbacks.throughput import ThroughputMonitor
     from lt_parallel.data.indexed import IndexedDataModule
     from lt_parallel.data.text import TextDataModule
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "CommunicationOverlap",
     "ExperimentRecord",
     "GPTModule",
     "IndexedDataModule",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CommunicationOverlap": "callbacks.overlap",
     "ExperimentRecord": "callbacks.experiment_record",
     "GPTModule": "models.gpt",
     "IndexedDataModule": "data.indexed",

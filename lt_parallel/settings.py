@@ -73,6 +73,17 @@ class Settings:
                 )
             known[name] = Contribution(owner, value)
 
+    def suggest(self, owner: str, target: Target, **fields: Any) -> None:
+        """Sets config fields that nobody has set, as `contribute`; what others set before stays.
+
+        Args:
+            owner: Who suggests.
+            target: As in `contribute`.
+            fields: As in `contribute`.
+        """
+        known = self._fields[target]
+        self.contribute(owner, target, **{name: value for name, value in fields.items() if name not in known})
+
     def override(self, overrides: Mapping[str, Any], config_classes: Mapping[Target, type]) -> None:
         """Applies the user's `config_overrides` last: fields that have no argument anywhere else.
 
@@ -248,6 +259,53 @@ def _heads_exchange(settings: Settings, kind: str, ranks: int) -> None:
             )
 
 
+def _overlaps_fit(settings: Settings) -> None:
+    """What each overlap needs."""
+    reduces, gathers = bool(settings.get("ddp", "overlap_grad_reduce")), settings.get("ddp", "overlap_param_gather")
+    sharded = settings.get("ddp", "use_distributed_optimizer")
+    if gathers and not (reduces and sharded):
+        raise ValueError(
+            f"CommunicationOverlap(param_gather=True) needs grad_reduce=True (it is {reduces}) and sharded parameters, "
+            f"data_parallel_sharding_strategy='optim' (they are {'' if sharded else 'not '}sharded); set both, or "
+            "param_gather=False"
+        )
+    for field, needed, present in (
+        ("align_param_gather", "param_gather=True", gathers),
+        ("bucket_size", "grad_reduce=True", reduces),
+    ):
+        value = settings.get("ddp", field)
+        if value and not present and settings.owner("ddp", field) == "CommunicationOverlap":
+            raise ValueError(
+                f"CommunicationOverlap({field}={value}) means nothing without {needed}; set it, or leave {field} out"
+            )
+
+
+def _tp_comm_fits(settings: Settings) -> None:
+    backend, sequence = settings.get("model", "transformer_impl"), settings.get("model", "sequence_parallel")
+    if settings.get("model", "tp_comm_overlap") and not (backend == "transformer_engine" and sequence):
+        raise ValueError(
+            "CommunicationOverlap(tp_comm=True) needs layer_backend='transformer_engine' and sequence_parallel=True; "
+            f"this run has layer_backend={'torch' if backend == 'local' else backend!r} and "
+            f"sequence_parallel={bool(sequence)}; set tp_comm=False"
+        )
+
+
+def _p2p_fits(settings: Settings) -> None:
+    sizes, overlapped = settings.sizes, settings.get("model", "overlap_p2p_comm")
+    virtual_size = sizes.virtual_pipeline_model_parallel_size
+    if overlapped and virtual_size is None:
+        raise ValueError(
+            "CommunicationOverlap(p2p=True) needs virtual pipeline stages, whose schedule has work while a transfer "
+            "runs; set virtual_pipeline_model_parallel_size, or p2p=False"
+        )
+    if overlapped is False and virtual_size is not None and sizes.pipeline_model_parallel_size == 2:
+        raise ValueError(
+            f"CommunicationOverlap(p2p=False) with pipeline_model_parallel_size=2 and {virtual_size} virtual stages: "
+            "two ranks exchange two tensors each way, and Megatron Core's batched transfers mix them up (wrong "
+            "gradients, no error); leave p2p out, or use another pipeline size"
+        )
+
+
 #: Every rule that ties options together; each raises ValueError by itself. Order: the most basic first.
 RULES: tuple[Callable[[Settings], None], ...] = (
     _sequence_parallel_needs_tp,
@@ -257,6 +315,9 @@ RULES: tuple[Callable[[Settings], None], ...] = (
     _ffn_divides,
     _sequence_divides,
     _cp_comm_type_fits,
+    _overlaps_fit,
+    _tp_comm_fits,
+    _p2p_fits,
 )
 
 

@@ -92,7 +92,6 @@ class StrategyArguments:
         """Adds the fields of Megatron Core's configs that follow from the arguments and the final sizes."""
         sizes = settings.sizes
         kinds = self._cp_comm_types()
-        interleaved = sizes.virtual_pipeline_model_parallel_size is not None
         settings.contribute(
             OWNER,
             "model",
@@ -106,9 +105,6 @@ class StrategyArguments:
             expert_model_parallel_size=sizes.expert_model_parallel_size,
             expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
             calculate_per_token_loss=True,
-            # Two interleaved ranks exchange two tensors each way; batched p2p mixes them up without an error.
-            overlap_p2p_comm=interleaved,
-            batch_p2p_comm=not interleaved,
             deallocate_pipeline_outputs=True,
         )
         sharded = self.data_parallel_sharding_strategy == "optim"

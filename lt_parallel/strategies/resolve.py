@@ -56,9 +56,7 @@ def resolve_run(
     _check_trainer(trainer, module)
     settings = Settings(arguments.parallel_sizes(world_size))
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector in Trainer.__init__
-    for contributor in (trainer.precision_plugin, module, *callbacks):
-        if isinstance(contributor, Contributor):
-            contributor.contribute(settings)
+    _collect(settings, trainer.precision_plugin, module)
     layout = _resolve_layout(arguments, settings)
     arguments.contribute(settings)
     fused = device_type == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -68,6 +66,10 @@ def resolve_run(
         backend = _resolve_backend(arguments, settings, device_type)
     else:
         _check_plain(settings.sizes, module)
+    _collect(settings, *callbacks)  # after the strategy, whose sizes and sharding their presets follow
+    # Two interleaved ranks exchange two tensors each way; batched p2p mixes them up without an error.
+    interleaved = settings.sizes.virtual_pipeline_model_parallel_size is not None
+    settings.suggest(OWNER, "model", overlap_p2p_comm=interleaved, batch_p2p_comm=not interleaved)
     if arguments.config_overrides:
         settings.override(arguments.config_overrides, config_classes(module))
     if backend is not None:
@@ -76,6 +78,12 @@ def resolve_run(
     settings.validate()
     batch_plan = BatchPlan(settings.sizes, arguments.num_microbatches, arguments.global_batch_size)
     return ResolvedRun(settings, batch_plan, layout, backend)
+
+
+def _collect(settings: Settings, *contributors: Any) -> None:
+    for contributor in contributors:
+        if isinstance(contributor, Contributor):
+            contributor.contribute(settings)
 
 
 def config_classes(module: object) -> dict[Target, Any]:

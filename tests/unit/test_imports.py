@@ -40,6 +40,7 @@ def test_no_part_of_the_package_imports_megatron_core_by_itself() -> None:
 def test_public_names_are_the_classes_of_their_modules() -> None:
     from lt_parallel.callbacks.experiment_record import ExperimentRecord
     from lt_parallel.callbacks.memory import MemoryMonitor
+    from lt_parallel.callbacks.overlap import CommunicationOverlap
     from lt_parallel.callbacks.throughput import ThroughputMonitor
     from lt_parallel.data import IndexedDataModule, TextDataModule
     from lt_parallel.models import GPTModule
@@ -48,6 +49,7 @@ def test_public_names_are_the_classes_of_their_modules() -> None:
     from lt_parallel.strategies import MegatronParallelStrategy
 
     classes = [
+        CommunicationOverlap,
         ExperimentRecord,
         GPTModule,
         IndexedDataModule,
