@@ -12,7 +12,7 @@ import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, override
@@ -21,7 +21,7 @@ import lightning.pytorch as L
 import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lt_parallel import outcome
@@ -244,7 +244,8 @@ class MegatronCLI(LightningCLI):
     @override
     def _run_subcommand(self, subcommand: str) -> None:
         if self._runs:
-            super()._run_subcommand(subcommand)
+            with interrupts_of(self):
+                super()._run_subcommand(subcommand)
 
     def predict(self, **kwargs: Any) -> None:
         """Runs the prediction and prints what it says, in the order of the prompts."""
@@ -267,10 +268,38 @@ class MegatronCLI(LightningCLI):
             facts.append(f"{len(self._predictions)} continuations")
         metrics = {name: value for name, value in trainer.callback_metrics.items() if name.endswith("_loss")}
         facts += [f"{name} {float(value):.4g}" for name, value in metrics.items()]
+        if self.command == "fit" and trainer.interrupted:
+            facts.append(_checkpoint_left(trainer))
         saved = next((c.log_dir for c in trainer.callbacks if isinstance(c, SaveConfig)), None)
         where = f" -> {_short_path(saved)}" if saved is not None else ""
         verb = "Finished" if trainer.state.finished else f"Ended ({trainer.state.status.value})"
-        return f"{verb} {self.command}: {', '.join(facts)}{where}"
+        return f"{'Interrupted' if trainer.interrupted else verb} {self.command}: {', '.join(facts)}{where}"
+
+
+@contextlib.contextmanager
+def interrupts_of(cli: MegatronCLI) -> Iterator[None]:
+    """Within, an interrupted run ends in a KeyboardInterrupt that says how far it came; Lightning ends the process.
+
+    Args:
+        cli: Whose Trainer runs.
+
+    Raises:
+        KeyboardInterrupt: The run was interrupted.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if not cli.trainer.interrupted:
+            raise
+        raise KeyboardInterrupt(cli.summary()) from end
+
+
+def _checkpoint_left(trainer: L.Trainer) -> str:
+    """The newest checkpoint that a run has to go on from, in words."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    paths = {Path(path) for each in callbacks for path in (each.last_model_path, each.best_model_path) if path}
+    written = sorted((path for path in paths if path.exists()), key=lambda path: path.stat().st_mtime)
+    return f"last checkpoint {_short_path(written[-1])}" if written else "no checkpoint written"
 
 
 def check_lengths(model: Any, data: Any) -> None:

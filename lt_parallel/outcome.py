@@ -50,7 +50,8 @@ def run_command(command: Callable[[], int]) -> int:
         command: Returns the exit status.
 
     Returns:
-        The exit status. A process of a job of several ranks doesn't come back from an error, it ends.
+        The exit status: 2 for a mistake in the command line, 130 when interrupted, 1 for other errors. A process of a
+        job of several ranks doesn't come back from an error, it ends.
     """
     _end_with_launcher()
     try:
@@ -58,13 +59,13 @@ def run_command(command: Callable[[], int]) -> int:
     except (CommandError, ArgumentError) as error:
         if debugging():
             traceback.print_exc()
-        return _end(getattr(error, "message", None) or str(error), status=2)
-    except KeyboardInterrupt:
-        return _end("interrupted", status=130)
+        return _end(f"error: {getattr(error, 'message', None) or error}", status=2)
+    except KeyboardInterrupt as interrupt:
+        return _end(str(interrupt) or "Interrupted", status=130)
     except Exception as error:  # noqa: BLE001 - the one place where every error of a command ends
         if debugging():
             traceback.print_exc()
-        return _end(explain(error), status=1, hint=True)
+        return _end(f"error: {explain(error)}", status=1, hint=True)
 
 
 def announce(failed_rank: int, reason: str) -> None:
@@ -75,7 +76,7 @@ def announce(failed_rank: int, reason: str) -> None:
         reason: What the failing rank said.
     """
     if failed_rank == 0:
-        _say(reason, hint=True)
+        _say(f"error: {reason}", hint=True)
         _end_children()
     _flush()
 
@@ -90,15 +91,20 @@ def end_on_sigterm() -> None:
 
 def _on_sigterm(signum: int, frame: FrameType | None) -> None:
     if started_by_user():
-        _say("ended by SIGTERM", hint=False)
+        _say("error: ended by SIGTERM", hint=False)
         _end_children()
     _leave(128 + signum)
 
 
 def _end_with_launcher() -> None:
-    """Ends a process that Lightning's launcher started when the process that started it is gone."""
+    """Leaves the end of a process that Lightning's launcher started to the process that started it.
+
+    It ends when that one is gone. Ctrl-C reaches all processes of a terminal, but only that one heeds it: the others
+    would fail for lack of each other while it shuts the run down.
+    """
     if started_by_user() or "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     launcher = os.getppid()
 
     def watch() -> None:
@@ -201,7 +207,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def _say(message: str, *, hint: bool) -> None:
-    text = shorten(f"error: {message}")
+    text = shorten(message)
     if hint and not debugging():
         text += "\n(LT_PARALLEL_DEBUG=1 shows the traceback)"
     # On a terminal, leave the line that a progress bar may have begun.

@@ -5,6 +5,7 @@ The commands that don't depend on each other run two at a time before the first 
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -75,6 +76,28 @@ def _run(folder: Path, *arguments: str) -> Done:
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+
+
+def _interrupt(folder: Path, rows: int, metrics: Path, *arguments: str) -> Done:
+    """As `_run`, with Ctrl-C for all its processes, as a terminal sends it, once it has logged a few rows."""
+    start = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment.pop("PL_GLOBAL_SEED", None)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [str(COMMAND), *arguments]
+    run = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
+    try:
+        while run.poll() is None and time.monotonic() - start < TIMEOUT_S:
+            if metrics.exists() and len(metrics.read_text().splitlines()) > rows:
+                break
+            time.sleep(0.1)
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGINT)
+        stdout, stderr = run.communicate(timeout=60)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    return Done(run.returncode, stdout, stderr, time.monotonic() - start)
 
 
 def _tiny(command: str, *overrides: str, paths: str = "[a.txt,b.txt,c.txt,d.txt]") -> tuple[str, ...]:
@@ -176,6 +199,26 @@ def test_an_error_is_short_names_the_value_and_ends_every_rank(
     assert done.stderr.count("error: ") == 1, done.stderr
     for unwanted in ("Traceback", "usage:", "Finished"):
         assert unwanted not in done.stderr + done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_ends_every_rank_and_says_how_far_the_run_came(folder: Path) -> None:
+    run = folder / "runs" / "long" / "version_0"
+    arguments = _tiny("fit", *TWO_RANKS, "--trainer.max_steps=100000", "--trainer.logger.name=long")
+    done = _interrupt(
+        folder, 3, run / "metrics.csv", *arguments, "--trainer.limit_val_batches=0", "--trainer.val_check_interval=1.0"
+    )
+    assert done.status == 130, done.stderr
+    last = done.stderr.splitlines()[-1]
+    steps = re.fullmatch(
+        r"Interrupted fit: (\d+) steps, train_loss \d\.\d+, no checkpoint written -> runs/long/version_0", last
+    )
+    assert steps is not None, done.stderr
+    assert int(steps[1]) >= 1
+    assert done.stderr.count("Interrupted") == 1
+    for unwanted in ("Traceback", "error", "Warning"):
+        assert unwanted not in done.stderr, done.stderr
+    assert [command for command in descendants().values() if "--trainer.logger.name=long" in command] == []
 
 
 def test_an_unknown_sub_command_is_named(folder: Path) -> None:

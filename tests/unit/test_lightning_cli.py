@@ -8,9 +8,11 @@ from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
+from lightning.pytorch.trainer.states import TrainerStatus
 
-from lt_parallel.lightning_cli import DEFAULT_CLASSES, MegatronCLI, check_lengths, tidy_message
-from lt_parallel.outcome import CommandError, place_of, shorten
+from lt_parallel import outcome
+from lt_parallel.lightning_cli import DEFAULT_CLASSES, MegatronCLI, check_lengths, interrupts_of, tidy_message
+from lt_parallel.outcome import CommandError, place_of, run_command, shorten
 from lt_parallel.recipe_files import recipe_path
 from lt_parallel.strategies import MegatronParallelStrategy
 
@@ -179,3 +181,42 @@ def test_place_is_the_users_own_line() -> None:
         subprocess.run(["/nonexistent/command"], check=False)
     except OSError as error:
         assert re.search(rf"\({re.escape(__file__)}:\d+ in test_place_is_the_users_own_line\)", place_of(error))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_interrupted_run_says_how_far_it_came(saved: bool, tmp_path: Path) -> None:
+    cli = _parse(*TINY, "--trainer.logger=false")
+    checkpoint = tmp_path / "runs" / "step=3.ckpt"
+    cli.trainer.checkpoint_callback.best_model_path = str(checkpoint)
+    if saved:
+        checkpoint.mkdir(parents=True)
+    left = "last checkpoint runs/step=3.ckpt" if saved else "no checkpoint written"
+    with pytest.raises(KeyboardInterrupt) as end, interrupts_of(cli):
+        cli.trainer.state.status = TrainerStatus.INTERRUPTED
+        sys.exit(1)  # as Lightning does
+    assert str(end.value) == f"Interrupted fit: 0 steps, {left}"
+
+
+def test_another_exit_is_left_alone() -> None:
+    with pytest.raises(SystemExit, match="3"), interrupts_of(_parse(*TINY, "--trainer.logger=false")):
+        sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted"),
+        (KeyboardInterrupt("Interrupted fit: 3 steps"), 130, "Interrupted fit: 3 steps"),
+        (CommandError("no such thing"), 2, "error: no such thing"),
+    ],
+)
+def test_a_command_ends_with_one_line_and_a_status(
+    error: BaseException, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> int:
+        raise error
+
+    monkeypatch.setattr(outcome, "_watch", lambda: None)
+    monkeypatch.setattr(outcome, "_end_children", lambda: None)
+    assert run_command(fail) == status
+    assert capsys.readouterr().err.strip() == line
