@@ -31,5 +31,5 @@ install: ## Make .venv and install into it, unless that is done already
 	@sh scripts/setup_venv.sh $(VENV)
 
 clean: ## Remove caches and the demo's results; .venv stays
-	rm -rf runs/demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf runs/demo runs/demo.previous dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from lt_parallel.lightning_cli import MegatronCLI
 
 FOLDER = Path("runs/demo")
+PREVIOUS = Path("runs/demo.previous")
 CHECKPOINT = f"{FOLDER}/checkpoints/last.ckpt"
 PROMPT = "def "
 NEW_TOKENS = 200
+#: After 200 steps the model is surest of spaces; at a lower temperature it writes little else.
+TEMPERATURE, TOP_K = 1.0, 8
 
 ARGUMENTS = (
     "--trainer.accelerator=cpu",
@@ -99,18 +102,20 @@ def run_demo() -> int:
     """Trains, reloads, generates; rank 0 shows the results."""
     start = time.monotonic()
     if started_by_user():
-        shutil.rmtree(FOLDER, ignore_errors=True)
+        keep_previous()
         print("Training a GPT on Python's standard library: 4 processes, tensor parallel 2 x pipeline parallel 2.")
-        print(f"Equal to: lt-parallel fit --config recipes/gpt_tiny.yaml {' '.join(ARGUMENTS[:4])} ...\n", flush=True)
+        print(f"Like `lt-parallel fit --config recipes/gpt_tiny.yaml` with {len(ARGUMENTS)} more arguments;", end=" ")
+        print(f"all of them: {FOLDER}/config.yaml\n", flush=True)
 
     import torch
 
-    from lt_parallel.lightning_cli import MegatronCLI
+    from lt_parallel.lightning_cli import MegatronCLI, interrupts_of
     from lt_parallel.recipe_files import recipe_path
 
     clock = _step_clock()
     cli = MegatronCLI("fit", ["--config", str(recipe_path("gpt_tiny")), *ARGUMENTS], run=False, callbacks=[clock])
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    with interrupts_of(cli):
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     strategy: Any = cli.trainer.strategy
 
     reloaded_loss, sample = _reload_and_write(cli)
@@ -143,6 +148,14 @@ def run_demo() -> int:
     return 0
 
 
+def keep_previous() -> None:
+    """Moves the results of an earlier demo aside, in the place of those before them."""
+    if FOLDER.exists():
+        shutil.rmtree(PREVIOUS, ignore_errors=True)
+        FOLDER.rename(PREVIOUS)
+        print(f"The results of the last demo are in {PREVIOUS}/ now.")
+
+
 def _step_clock() -> Any:
     """A callback that keeps the seconds of each training step but the first ones, which warm up."""
     import lightning.pytorch as L
@@ -166,15 +179,16 @@ def _reload_and_write(cli: MegatronCLI) -> tuple[float, str]:
     """Loads the checkpoint into a new model under a new Trainer; returns its validation loss and a text it wrote."""
     import torch
 
-    from lt_parallel.lightning_cli import MegatronCLI
+    from lt_parallel.lightning_cli import MegatronCLI, interrupts_of
 
     arguments = ["--config", str(FOLDER / "config.yaml"), f"--ckpt_path={CHECKPOINT}", "--trainer.logger=false"]
     fresh = MegatronCLI("validate", [*arguments, "--trainer.callbacks=null"], run=False, save_config=False)
-    fresh.trainer.validate(fresh.model, datamodule=fresh.datamodule, ckpt_path=CHECKPOINT, verbose=False)
+    with interrupts_of(fresh):
+        fresh.trainer.validate(fresh.model, datamodule=fresh.datamodule, ckpt_path=CHECKPOINT, verbose=False)
     loss = float(fresh.trainer.callback_metrics["val_loss"])
     tokenizer = cli.datamodule.tokenizer
     prompt = torch.tensor([tokenizer.encode(PROMPT)])
-    tokens = fresh.model.generate(prompt, NEW_TOKENS, temperature=0.7, top_k=40)
+    tokens = fresh.model.generate(prompt, NEW_TOKENS, temperature=TEMPERATURE, top_k=TOP_K)
     return loss, tokenizer.decode(tokens[0].tolist())
 
 

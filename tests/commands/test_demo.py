@@ -31,6 +31,7 @@ def test_demo_trains_reloads_and_writes_its_results(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert not leftover.exists()
+    assert (tmp_path / "runs" / "demo.previous" / "leftover.txt").read_text() == "from an earlier run"
     bits = re.search(r"validation bits/byte \(uniform: 8\)\s*│\s*([\d.]+)", done.stdout)
     assert bits is not None, done.stdout
     assert float(bits[1]) < 3.2
