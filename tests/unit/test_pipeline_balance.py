@@ -15,12 +15,7 @@ from lt_parallel.pipeline_layout import PipelineLayout
 def stage_costs(stages: list[str], costs: LayerCosts) -> list[float]:
     """Of a layout, added up symbol by symbol."""
     decoder, mtp = iter(costs.decoder), iter(costs.mtp)
-    by_symbol = {
-        "E": lambda: costs.embedding,
-        "t": lambda: next(decoder),
-        "m": lambda: next(mtp),
-        "L": lambda: costs.loss,
-    }
+    by_symbol = {"E": iter([costs.embedding]), "t": decoder, "m": mtp, "L": iter([costs.loss])}
     return [sum(next(by_symbol[symbol]) for symbol in stage) for stage in stages]
 
 
