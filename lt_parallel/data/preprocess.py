@@ -265,7 +265,7 @@ def _document(line: bytes, key: str, where: str) -> bytes:
 
 
 def _print_summary(prefix: Path, summary: Summary, tokenizer: Tokenizer, seconds: float) -> None:
-    table = Table(title=f"{prefix}.bin and .idx")
+    table = Table()
     table.add_column("what")
     table.add_column("value", justify="right")
     rows = {
@@ -283,3 +283,4 @@ def _print_summary(prefix: Path, summary: Summary, tokenizer: Tokenizer, seconds
         if value:
             table.add_row(name, value)
     Console().print(table)
+    print(f"Written: {prefix}.bin and {prefix.name}.idx")  # below the table, which is narrower than a path may be

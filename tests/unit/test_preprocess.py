@@ -54,6 +54,13 @@ def test_text_files_become_documents(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not [p for p in (tmp_path / "out").iterdir() if "partial" in p.name]
 
 
+def test_both_files_are_named_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    prefix = tmp_path / ("long_" * 20) / "p"
+    run(tmp_path / "a.txt", "--output-prefix", prefix)
+    assert capsys.readouterr().out.splitlines()[-1] == f"Written: {prefix}.bin and p.idx"
+
+
 def test_megatron_core_reads_the_same(tmp_path: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 

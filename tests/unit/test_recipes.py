@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lt_parallel.callbacks.throughput import ThroughputMonitor
 from lt_parallel.lightning_cli import MegatronCLI
 from lt_parallel.models import GPTModule
 from lt_parallel.recipe_files import recipe_path
@@ -41,6 +42,12 @@ def test_recipe_fits_the_ranks_it_is_meant_for(name: str) -> None:
     assert (sizes.world_size, sizes.data_parallel_size) == (world_size, dp)
     given: dict[str, Any] = cli.config.fit.trainer.strategy.init_args.as_dict()
     assert given["global_batch_size"] == num_microbatches * cli.datamodule.micro_batch_size * dp
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_large_recipes_measure_their_throughput(name: str) -> None:
+    monitors = [callback for callback in _parse(name).trainer.callbacks if isinstance(callback, ThroughputMonitor)]
+    assert len(monitors) == (0 if name == "gpt_tiny" else 1)
 
 
 def test_llama_has_the_size_of_its_name() -> None:
