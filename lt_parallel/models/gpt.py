@@ -8,20 +8,22 @@ take part in the loss or in sampling.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from lt_parallel.metrics.flops import ModelFlops, model_flops
 from lt_parallel.metrics.language_model import Perplexity, TokenAccuracy, vocab_parallel_argmax
 from lt_parallel.models.base import MegatronLightningModule
 from lt_parallel.models.token_check import check_batch
 from lt_parallel.ops.zigzag import cut
+from lt_parallel.pipeline_balance import LayerCosts
 from lt_parallel.settings import check_vocab
 from lt_parallel.topology import require_positive_int
 
 if TYPE_CHECKING:
-    from lt_parallel.metrics.flops import ModelFlops
     from lt_parallel.settings import Settings
     from lt_parallel.strategies.step_metrics import MetricValue
 
@@ -403,10 +405,26 @@ class GPTModule(MegatronLightningModule):
         """As `on_validation_epoch_end`."""
         self.on_validation_epoch_end()
 
+    def layer_costs(self, settings: Settings) -> LayerCosts:
+        """FLOPs of the embedding (none), the decoder layers and the output layer, for `pipeline_model_parallel_layout`.
+
+        Args:
+            settings: Holds the model's fields.
+
+        Raises:
+            ValueError: The fields have something that isn't counted.
+        """
+        fields = settings.fields("model")
+        flops = model_flops(
+            SimpleNamespace(**fields), seq_length=self.seq_length, vocab_size=self.padded_vocab_size
+        ).main
+        layers = fields["num_layers"]
+        return LayerCosts(
+            decoder=[(flops.total - flops.output_layer) / layers] * layers, loss=float(flops.output_layer)
+        )
+
     def model_flops(self) -> ModelFlops:
         """FLOPs of one sequence of `seq_length`, the padded vocabulary included."""
-        from lt_parallel.metrics.flops import model_flops
-
         return model_flops(self.megatron.model_config, seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
 
     @property

@@ -31,6 +31,7 @@ class StrategyArguments:
     sequence_parallel: bool = False
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
     pipeline_model_parallel_layout: str | list[str] | None = None
     context_parallel_size: int = 1
     cp_comm_type: str | list[str] = "p2p"
@@ -47,6 +48,13 @@ class StrategyArguments:
     def __post_init__(self) -> None:
         _require_one_of("data_parallel_sharding_strategy", self.data_parallel_sharding_strategy, ShardingStrategy)
         _require_one_of("layer_backend", self.layer_backend, LayerBackendName)
+        ways = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
+        others = [name for name in ways if getattr(self, name) is not None]
+        if self.num_layers_per_virtual_pipeline_stage is not None and others:
+            raise ValueError(
+                f"num_layers_per_virtual_pipeline_stage={self.num_layers_per_virtual_pipeline_stage} and "
+                f"{others[0]}={getattr(self, others[0])!r} both say how layers are cut; give one of them"
+            )
         for kind in self._cp_comm_types():
             _require_one_of("cp_comm_type", kind, CpCommType)
         for size in self.hierarchical_context_parallel_sizes or ():

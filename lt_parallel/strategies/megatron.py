@@ -88,8 +88,10 @@ class MegatronParallelStrategy(ParallelStrategy):
             tensor_model_parallel_size > 1.
         pipeline_model_parallel_size: Ranks that the layers are cut over.
         virtual_pipeline_model_parallel_size: Model chunks per pipeline rank (interleaved schedule).
+        num_layers_per_virtual_pipeline_stage: The same by the number of decoder layers in each chunk.
         pipeline_model_parallel_layout: Which layers each stage holds, e.g. "Ett|tt|tt|ttL": E embedding, t decoder
-            layer, m MTP layer, L loss; "x*n" repeats, "(..)*n" repeats a group. None: equal parts.
+            layer, m MTP layer, L loss; "x*n" repeats, "(..)*n" repeats a group. "auto": the layout
+            whose slowest stage is fastest by the model's FLOPs. None: equal parts.
         context_parallel_size: Ranks that each sequence is cut over.
         cp_comm_type: How attention crosses those ranks: "p2p" (keys and values around a ring), "all_gather" (of keys
             and values), "a2a" (heads for sequence), "a2a+p2p" (a2a among neighbours, a ring over them); or a list with
@@ -119,6 +121,7 @@ class MegatronParallelStrategy(ParallelStrategy):
         sequence_parallel: bool = False,
         pipeline_model_parallel_size: int = 1,
         virtual_pipeline_model_parallel_size: int | None = None,
+        num_layers_per_virtual_pipeline_stage: int | None = None,
         pipeline_model_parallel_layout: str | list[str] | None = None,
         context_parallel_size: int = 1,
         cp_comm_type: str | list[str] = "p2p",
@@ -138,6 +141,7 @@ class MegatronParallelStrategy(ParallelStrategy):
             sequence_parallel=sequence_parallel,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+            num_layers_per_virtual_pipeline_stage=num_layers_per_virtual_pipeline_stage,
             pipeline_model_parallel_layout=pipeline_model_parallel_layout,
             context_parallel_size=context_parallel_size,
             cp_comm_type=cp_comm_type,

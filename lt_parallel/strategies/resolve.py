@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lt_parallel.pipeline_layout import PipelineLayout
+from lt_parallel.pipeline_balance import LayerCosts, balance_layout
+from lt_parallel.pipeline_layout import PipelineLayout, virtual_size_from_layers
 from lt_parallel.settings import Contributor, Settings, Target
 from lt_parallel.strategies.arguments import OWNER, StrategyArguments
 from lt_parallel.strategies.batch_plan import BatchPlan
@@ -57,7 +58,7 @@ def resolve_run(
     settings = Settings(arguments.parallel_sizes(world_size))
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector in Trainer.__init__
     _collect(settings, trainer.precision_plugin, module)
-    layout = _resolve_layout(arguments, settings)
+    layout = _resolve_layout(arguments, settings, module)
     arguments.contribute(settings)
     fused = device_type == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     settings.contribute(OWNER, "model", gradient_accumulation_fusion=fused)
@@ -96,27 +97,44 @@ def config_classes(module: object) -> dict[Target, Any]:
     return {"model": model, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
 
 
-def _resolve_layout(arguments: StrategyArguments, settings: Settings) -> PipelineLayout | None:
+def _resolve_layout(arguments: StrategyArguments, settings: Settings, module: object) -> PipelineLayout | None:
     """Cuts the layers into stages; a layout may say the number of virtual stages by itself."""
     num_layers = settings.get("model", "num_layers")
     if num_layers is None:
         return None
     sizes = settings.sizes
+    pp, virtual_size = sizes.pipeline_model_parallel_size, sizes.virtual_pipeline_model_parallel_size
+    if arguments.num_layers_per_virtual_pipeline_stage is not None:
+        per_stage = arguments.num_layers_per_virtual_pipeline_stage
+        virtual_size = virtual_size_from_layers(
+            num_layers, pipeline_model_parallel_size=pp, num_layers_per_virtual_pipeline_stage=per_stage
+        )
     split: dict[str, Any] = {
         "num_layers": num_layers,
-        "pipeline_model_parallel_size": sizes.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": sizes.virtual_pipeline_model_parallel_size,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": virtual_size,
         "mtp_num_layers": settings.get("model", "mtp_num_layers"),
     }
-    if arguments.pipeline_model_parallel_layout is None:
-        layout = PipelineLayout.even(**split)
-    else:
-        layout = PipelineLayout.parse(arguments.pipeline_model_parallel_layout, **split)
+    given = arguments.pipeline_model_parallel_layout
+    if given == "auto":
+        given = balance_layout(_layer_costs(module, settings), pp, virtual_size or 1)
+    layout = PipelineLayout.even(**split) if given is None else PipelineLayout.parse(given, **split)
     virtual_size = layout.virtual_pipeline_model_parallel_size
     settings.sizes = replace(sizes, virtual_pipeline_model_parallel_size=virtual_size)
     owner = f"{OWNER}(pipeline_model_parallel_layout=...)"
     settings.contribute(owner, "model", pipeline_model_parallel_layout=layout.to_megatron())
     return layout
+
+
+def _layer_costs(module: object, settings: Settings) -> LayerCosts:
+    costs = getattr(module, "layer_costs", None)
+    if costs is None:
+        raise ValueError(
+            f"pipeline_model_parallel_layout='auto' needs the costs of the layers, and {type(module).__name__} has no "
+            "layer_costs(settings); write it, or give a layout"
+        )
+    found: LayerCosts = costs(settings)
+    return found
 
 
 def _resolve_backend(arguments: StrategyArguments, settings: Settings, device_type: str) -> LayerBackend:

@@ -190,6 +190,18 @@ BAD: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["num_microbatches=3", "pipeline_model_parallel_size=2", "virtual stages", "2 or 4"],
     ),
+    "layers per virtual stage": (
+        2,
+        {**PP2, "num_layers_per_virtual_pipeline_stage": 3},
+        {},
+        ["num_layers=4", "num_layers_per_virtual_pipeline_stage=3", "(= 6)"],
+    ),
+    "two ways of virtual stages": (
+        2,
+        {**VPP2, "num_layers_per_virtual_pipeline_stage": 1},
+        {},
+        ["num_layers_per_virtual_pipeline_stage=1", "virtual_pipeline_model_parallel_size=2", "give one of them"],
+    ),
     "sequence and cp": (2, CP2, {"seq_length": 30}, ["seq_length=30", "2 x context_parallel_size=2", "28 or 32"]),
     "cp_comm_type": (2, {**CP2, "cp_comm_type": "ring"}, {}, ["cp_comm_type='ring'", "p2p, all_gather, a2a, a2a+p2p"]),
     "cp_comm_type per layer": (
@@ -620,3 +632,27 @@ def test_gpt_module_defaults_its_widths() -> None:
     trainer.strategy.connect(module)
     trainer.strategy.resolve_settings(trainer)
     assert module.padded_vocab_size == 384
+
+
+def layout_of(devices: int, strategy: dict[str, Any], model: dict[str, Any] | None = None) -> list[str]:
+    """What each stage holds, in pipeline order."""
+    trainer = make_trainer(MegatronParallelStrategy(**strategy), devices)
+    trainer.strategy.connect(GPTModule(**{**TINY, **(model or {})}))
+    settings = trainer.strategy.resolve_settings(trainer)
+    layout = trainer.strategy.layout
+    chunks = settings.sizes.virtual_pipeline_model_parallel_size or 1
+    return [layout.stage(rank, chunk) for chunk in range(chunks) for rank in range(devices)]
+
+
+def test_layers_per_virtual_stage_give_the_virtual_size() -> None:
+    one = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
+    assert layout_of(2, one) == layout_of(2, VPP2) == ["Et", "t", "t", "tL"]
+    assert layout_of(2, {**PP2, "num_layers_per_virtual_pipeline_stage": 2}) == layout_of(2, PP2)
+
+
+def test_auto_gives_a_heavy_output_layer_fewer_decoder_layers() -> None:
+    auto = {**PP2, "pipeline_model_parallel_layout": "auto"}
+    assert layout_of(2, auto, {"num_layers": 8, "vocab_size": 100}) == ["Etttt", "ttttL"]
+    # The output layer, 64 x 4096, costs 5.1 layers of 12 x 64 x 64 and their attention: 7 and 6.1, not 6 and 7.1.
+    assert layout_of(2, auto, {"num_layers": 8, "vocab_size": 4096}) == ["Ettttttt", "tL"]
+    assert layout_of(2, {**auto, **VPP2}, {"num_layers": 4, "vocab_size": 128}) == ["Et", "t", "t", "tL"]
