@@ -25,12 +25,14 @@ class Noise:
         pattern: Regular expression that the message starts with.
         why: Why nobody needs to read it.
         source: A warning category, or the name of the logger that it goes through.
+        module: Regular expression of the module that warns; any by default.
         cpu_only: Muted in runs on the CPU only; on CUDA it says something.
     """
 
     pattern: str
     why: str
     source: type[Warning] | str
+    module: str = ""
     cpu_only: bool = False
 
 
@@ -60,6 +62,15 @@ RUN_NOISE: tuple[Noise, ...] = (
         "You have overridden `on_before_batch_transfer` in `LightningModule` but",
         "GPTModule checks batches there, whatever the data module",
         UserWarning,
+    ),
+    Noise(
+        "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+        "its optimizer looks whether shards have one",
+        UserWarning,
+        module=r"megatron\.core\.",
+    ),
+    Noise(
+        "Using `DistributedSampler` with the dataloaders", "an evaluation counts every sample once here", UserWarning
     ),
     Noise("No CUDA runtime is found", "said on any machine with a CUDA folder and no GPU", "torch.utils.cpp_extension"),
     Noise("GPTModel IS DEPRECATED", "see docs/design.md", "megatron.core.models.gpt.gpt_model"),
@@ -132,7 +143,7 @@ def muted_run(*, on_cpu: bool) -> Iterator[None]:
 def _mute(noise: Noise, stack: ExitStack | None = None) -> None:
     """Mutes one entry; a logger's until `stack` is left, a warning's until its `catch_warnings` is."""
     if not isinstance(noise.source, str):
-        warnings.filterwarnings("ignore", message=noise.pattern, category=noise.source)
+        warnings.filterwarnings("ignore", message=noise.pattern, category=noise.source, module=noise.module)
         return
     logger, mute = logging.getLogger(noise.source), _Mute(noise)
     logger.addFilter(mute)

@@ -58,6 +58,8 @@ def test_torchrun_and_lightning_give_the_same_run(tmp_path: Path) -> None:
             output, _ = process.communicate(timeout=180)
             assert process.returncode == 0, f"{name}:\n{output}"
             assert "Traceback" not in output, f"{name}:\n{output}"
+            for noise in ("deprecated", "megatron/core", "experimental"):
+                assert noise not in output.lower(), f"{name}:\n{output}"
     finally:
         for process in started.values():
             if process.poll() is None:

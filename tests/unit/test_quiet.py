@@ -69,6 +69,17 @@ def test_a_run_is_muted_and_leaves_the_users_filters_alone(
 
 
 @pytest.mark.usefixtures("_muted")
+def test_a_general_warning_is_muted_in_megatron_core_only() -> None:
+    text = "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed. Its"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with quiet.muted_run(on_cpu=True):
+            for module in ("megatron.core.optimizer.optimizer", "mine"):
+                warnings.warn_explicit(text, UserWarning, f"{module}.py", 1, module)
+    assert [warning.filename for warning in seen] == ["mine.py"]
+
+
+@pytest.mark.usefixtures("_muted")
 def test_a_run_that_fails_leaves_the_filters_alone_too() -> None:
     logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
     before = list(warnings.filters)
