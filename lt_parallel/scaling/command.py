@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ Any argument of `lt-parallel fit` may follow and changes the recipe."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("--config", metavar="FILE.yaml", help="the recipe to measure")
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", action="append", help="the recipe to measure; several are merged, as in fit"
+    )
     parser.add_argument(
         "--devices",
         type=_count,
@@ -52,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_count, default=20, metavar="K", help="steps measured per run (default: 20)")
     parser.add_argument("--repeats", type=_count, default=3, metavar="R", help="runs of each point (default: 3)")
     parser.add_argument(
-        "--timeout-minutes", type=float, default=30.0, metavar="M", help="limit of one run (default: 30)"
+        "--timeout-minutes", type=_minutes, default=30.0, metavar="M", help="limit of one run (default: 30)"
     )
     parser.add_argument(
         "--from",
@@ -81,6 +84,16 @@ def _count(text: str) -> int:
     return value
 
 
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of minutes")
+    return value
+
+
 def run(args: argparse.Namespace, fit_arguments: Sequence[str] = ()) -> int:
     """Runs the command; returns its exit status.
 
@@ -102,7 +115,8 @@ def run(args: argparse.Namespace, fit_arguments: Sequence[str] = ()) -> int:
             raise CommandError(f"unknown argument: {' '.join(fit_arguments)}")
         points, label = read_points(args.from_file), Path(args.from_file).name
     else:
-        points, label = _measure(args, fit_arguments, output), f"{Path(args.config).stem}, {args.vary}"
+        recipe = " + ".join(Path(config).stem for config in args.config)
+        points, label = _measure(args, fit_arguments, output), f"{recipe}, {args.vary}"
     report = analyse(points, mode=args.mode, label=label)
     _show(report, output)
     if args.wandb:
@@ -130,7 +144,7 @@ def _measure(args: argparse.Namespace, fit_arguments: Sequence[str], output: Pat
 
     from lt_parallel.scaling.runs import plan_points, run_points
 
-    recipe = ["--config", args.config, *fit_arguments]
+    recipe = [*(f"--config={config}" for config in args.config), *fit_arguments]
     points = plan_points(recipe, args.devices, args.vary, args.mode)
     columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns) as progress:

@@ -11,12 +11,40 @@ from typing import Any, override
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch import callbacks
 from torch.profiler import ProfilerActivity, profile
 
+from lt_parallel.callbacks.memory import MemoryMonitor
+from lt_parallel.callbacks.throughput import ThroughputMonitor
 from lt_parallel.files import write_atomically
+from lt_parallel.lightning_cli import MegatronCLI
 from lt_parallel.strategies.megatron import MegatronParallelStrategy
 
 PROFILED_STEPS = 2
+#: Callbacks that change nothing about a step, but need a logger, write, or end a run early.
+_LEFT_OUT = (
+    callbacks.Checkpoint,
+    callbacks.DeviceStatsMonitor,
+    callbacks.EarlyStopping,
+    callbacks.LearningRateMonitor,
+    callbacks.ModelSummary,
+    callbacks.ProgressBar,
+    callbacks.ThroughputMonitor,
+    callbacks.Timer,
+    MemoryMonitor,
+    ThroughputMonitor,
+)
+
+
+class MeasuringCLI(MegatronCLI):
+    """Makes the Trainer of a recipe without the callbacks that a measurement has no use for."""
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        given = self.config_init.fit.trainer.callbacks or []
+        given = given if isinstance(given, list) else [given]
+        kept = [each for each in given if not isinstance(each, _LEFT_OUT)]
+        return super().instantiate_trainer(callbacks=kept, **kwargs)
 
 
 class MeasuredRun(L.Callback):
@@ -63,8 +91,17 @@ class MeasuredRun(L.Callback):
             self._profile = None
 
     def write(self, trainer: L.Trainer, output: Path) -> None:
-        """Writes the measurements on rank 0; collective over all ranks."""
+        """Writes the measurements on rank 0; collective over all ranks.
+
+        Raises:
+            ValueError: The run ended before anything was measured.
+        """
         strategy = _strategy(trainer)
+        if not self._metrics:
+            raise ValueError(
+                f"the training ended after {trainer.global_step} steps; it must take {2 * self._steps}, to warm up and "
+                "to measure: what ended it?"
+            )
         share = torch.tensor(self.collective_share, device=strategy.root_device)
         torch.distributed.all_reduce(share)
         cores = 0.0

@@ -18,13 +18,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, override
 
+from jsonargparse import Namespace
+
 from lt_parallel.lightning_cli import MegatronCLI
 from lt_parallel.metrics.scaling import ScalingPoint, StepBreakdown
+from lt_parallel.strategies import MegatronParallelStrategy
 from lt_parallel.strategies.batch_plan import BatchPlan
 from lt_parallel.topology import ParallelSizes
 
+#: What a job of several processes is told; each run is one of its own, whatever the command was started by.
+_OF_A_JOB = ("SLURM_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "NODE_RANK", "WORLD_SIZE", "MASTER_")
 VARIED = {"dp": None, "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 #: Options without a meaning on one rank, by what they belong to.
 _ONLY_WITH = {
     "tensor_model_parallel_size": {"sequence_parallel": "false"},
@@ -65,8 +75,16 @@ class ParsedRecipe(MegatronCLI):
 
     @property
     def strategy(self) -> dict[str, Any]:
-        """The strategy's arguments."""
-        return dict(self.config.fit.trainer.strategy.init_args)
+        """The strategy's arguments.
+
+        Raises:
+            ValueError: It's another strategy.
+        """
+        given = self.config.fit.trainer.strategy
+        name = given if isinstance(given, str) else given.class_path
+        if name.rsplit(".", 1)[-1] != MegatronParallelStrategy.__name__:
+            raise ValueError(f"scaling measures MegatronParallelStrategy; the recipe's trainer.strategy is {name}")
+        return dict(given.init_args)
 
     @property
     def micro_batch_size(self) -> int:
@@ -75,9 +93,10 @@ class ParsedRecipe(MegatronCLI):
         Raises:
             ValueError: The data module has no such argument.
         """
-        size = self.config.fit.data.init_args.get("micro_batch_size")
+        data = self.config.fit.data
+        size = data.get("init_args", Namespace()).get("micro_batch_size")
         if size is None:
-            raise ValueError("the data module has no micro_batch_size, so the work of a step isn't known")
+            raise ValueError(f"{data.class_path} has no micro_batch_size, so the work of a step isn't known")
         return int(size)
 
     @property
@@ -113,7 +132,7 @@ def plan_points(arguments: Sequence[str], devices: Sequence[int], vary: str, mod
         if name != size_name and (given.get(name) or 1) > 1:
             raise ValueError(
                 f"the recipe sets {name}={given[name]}, which 1 device can't hold; measure with "
-                f"--trainer.strategy.{name}=1, or vary that size"
+                f"--trainer.strategy.{name}=1" + (", or vary that size" if name in VARIED.values() else "")
             )
     batch = given.get("global_batch_size") or (given.get("num_microbatches") or 1) * recipe.micro_batch_size
     points = []
@@ -125,7 +144,9 @@ def plan_points(arguments: Sequence[str], devices: Sequence[int], vary: str, mod
         _require_whole_steps(count, global_batch, recipe.micro_batch_size, own)
         own |= {"global_batch_size": str(global_batch), "num_microbatches": "null"}
         overrides = [f"--trainer.strategy.{name}={value}" for name, value in own.items()]
-        points.append(PlannedPoint(count, (*arguments, f"--trainer.devices={count}", *overrides)))
+        points.append(
+            PlannedPoint(count, (*arguments, "--trainer.num_nodes=1", f"--trainer.devices={count}", *overrides))
+        )
     return points
 
 
@@ -160,7 +181,7 @@ def run_points(
         show: Called with (number of runs done, number of all, what comes next).
 
     Raises:
-        RuntimeError: A run failed; with the last lines it wrote.
+        ChildProcessError: A run failed; with the last lines it wrote.
     """
     results: dict[int, list[dict[str, Any]]] = {point.devices: [] for point in points}
     done = 0
@@ -180,13 +201,13 @@ def _run(point: PlannedPoint, steps: int, output: Path, timeout_s: float) -> dic
     output.unlink(missing_ok=True)
     log = output.with_suffix(".log")
     worker = [sys.executable, "-m", "lt_parallel.scaling.worker", f"--output={output}", f"--steps={steps}", "--"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_JOB)}
     with log.open("w") as file:
         process = subprocess.Popen(
             [*worker, *point.arguments],
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={"OMP_NUM_THREADS": "1", **environment},
             start_new_session=True,  # so that all ranks of a run can be ended together
         )
         try:
@@ -200,7 +221,7 @@ def _run(point: PlannedPoint, steps: int, output: Path, timeout_s: float) -> dic
     if status != 0 or not output.is_file():
         reason = f"ended with status {status}" if status is not None else f"took longer than {timeout_s / 60:g} minutes"
         last = "\n".join(log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:])
-        raise RuntimeError(f"the run on {point.title} {reason} (all of it: {log}):\n{last}")
+        raise ChildProcessError(f"the run on {point.title} {reason} (all of it: {log}):\n{last}")
     result: dict[str, Any] = json.loads(output.read_text())
     return result
 

@@ -91,5 +91,6 @@ def advice_lines(report: ScalingReport) -> list[str]:
         devices = ", ".join(str(row.devices) for row in rows)
         found = [row.wasted[cause] for row in rows]
         shares = " .. ".join(dict.fromkeys(f"{share:.0%}" for share in (min(found), max(found))))
-        lines.append(f"{devices} devices: {cause} takes {shares} of the step; {rows[0].advice}")
+        noun = "device" if devices == "1" else "devices"
+        lines.append(f"{devices} {noun}: {cause} takes {shares} of the step; {rows[0].advice}")
     return lines

@@ -8,7 +8,11 @@ module on every rank.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,22 @@ from lt_parallel.outcome import run_command
 def main() -> int:
     """Runs one point; returns the exit status."""
     quiet.install()
+    _end_with_command()
     return run_command(_measure)
+
+
+def _end_with_command() -> None:
+    """Ends all ranks when the command that started the first of them is gone, however it ended."""
+    if os.getsid(0) != os.getpid():  # another rank, or started by hand
+        return
+    command = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == command:
+            time.sleep(1.0)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lt_parallel-end-with-command", daemon=True).start()
 
 
 def _measure() -> int:
@@ -29,17 +48,20 @@ def _measure() -> int:
     parser.add_argument("arguments", nargs="*")
     own = parser.parse_args()
 
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import Checkpoint
 
     from lt_parallel.callbacks.throughput import ThroughputMonitor
-    from lt_parallel.lightning_cli import MegatronCLI
-    from lt_parallel.scaling.measured_run import PROFILED_STEPS, MeasuredRun
+    from lt_parallel.scaling.measured_run import PROFILED_STEPS, MeasuredRun, MeasuringCLI
 
     # What isn't training is switched off; the user's arguments come first, so these win.
     arguments = [
         *own.arguments,
         f"--trainer.max_steps={2 * own.steps + PROFILED_STEPS}",
         "--trainer.max_epochs=-1",
+        "--trainer.min_steps=null",
+        "--trainer.min_epochs=null",
+        "--trainer.max_time=null",
+        "--trainer.fast_dev_run=false",
         "--trainer.limit_val_batches=0",
         "--trainer.num_sanity_val_steps=0",
         f"--trainer.log_every_n_steps={own.steps}",
@@ -48,10 +70,11 @@ def _measure() -> int:
         "--trainer.logger=false",
         f"--trainer.default_root_dir={own.output.parent}",
     ]
-    cli = MegatronCLI("fit", arguments, run=False, save_config=False)
+    cli = MeasuringCLI("fit", arguments, run=False, save_config=False)
     trainer: Any = cli.trainer
     measured = MeasuredRun(own.steps)
-    kept = [each for each in trainer.callbacks if not isinstance(each, ThroughputMonitor | ModelCheckpoint)]
+    # Lightning adds a checkpoint of its own where the recipe has none.
+    kept = [each for each in trainer.callbacks if not isinstance(each, Checkpoint)]
     trainer.callbacks = [*kept, ThroughputMonitor(), measured]
     trainer.fit(cli.model, datamodule=cli.datamodule)
     measured.write(trainer, own.output)

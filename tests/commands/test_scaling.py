@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -80,6 +84,40 @@ def test_the_fault_is_named(fault: str, tmp_path: Path) -> None:
     assert "<svg" in (folder / "scaling.html").read_text()
 
 
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda ending: ending.name)
+def test_no_training_outlives_the_command(ending: signal.Signals, tmp_path: Path) -> None:
+    measure = ["--config", str(recipe_path("gpt_tiny")), "--devices", "1", "2", "--steps", "10000", "--repeats", "1"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "lt_parallel.cli", "scaling", *measure, "--trainer.accelerator=cpu", *SMALL],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def trainings() -> list[psutil.Process]:
+        return [each for each in psutil.process_iter() if in_folder(each, tmp_path) and each.pid != command.pid]
+
+    wait_until(lambda: len(trainings()) == 2, 60)
+    command.send_signal(ending)
+    command.wait(20)
+    wait_until(lambda: not trainings(), 10)
+
+
+def in_folder(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.2)
+
+
 def test_textbook_numbers_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "rates.csv").write_text("devices,tokens_per_sec\n1,100000\n2,190000\n4,360000\n8,650000\n")
     ended = scaling(tmp_path, "--from", "rates.csv", "--output", "out")
@@ -114,6 +152,8 @@ def test_table_and_chart_go_to_wandb(tmp_path: Path) -> None:
         (("--config", "a.yaml", "--from", "a.csv"), "give either --config"),
         (("--config", str(recipe_path("gpt_tiny"))), "--config needs --devices"),
         (("--devices", "0"), "'0' must be an integer of at least 1"),
+        (("--from", "two.csv", "--timeout-minutes", "nan"), "'nan' must be a positive number of minutes"),
+        (("--config", "a.yaml", "--config", "b.yaml", "--devices", "1"), "File does not exist"),
         (("--from", "two.csv"), "no row for 1 device (found 2)"),
         (("--from", "none.csv"), "can't read 'none.csv'"),
         (("--from", "two.csv", "--bogus=1"), "unknown argument: --bogus=1"),

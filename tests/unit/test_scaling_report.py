@@ -264,3 +264,9 @@ def test_the_command_needs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(ValueError, match="can't read"):
         command("--from", str(tmp_path / "none.csv"), "--output", str(tmp_path / "out"))
     assert not list((tmp_path / "out").iterdir()) and capsys.readouterr().out == ""
+
+
+def test_a_single_device_is_not_called_devices() -> None:
+    step = StepBreakdown(step_s=1.0, tokens_per_step=100, compute_s=0.5, rest_s=0.5)
+    (line,) = advice_lines(analyse([ScalingPoint(1, tokens_per_sec=(100.0,), breakdown=step)]))
+    assert line.startswith("1 device: small batch takes 50% of the step")

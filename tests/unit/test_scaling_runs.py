@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from lt_parallel.recipe_files import recipe_path
 from lt_parallel.scaling.measured_run import collective_seconds
@@ -36,6 +37,7 @@ def test_strong_scaling_keeps_the_global_batch() -> None:
     assert [point.devices for point in points] == [1, 2, 4]
     for point in points:
         assert changes(point) == {
+            "num_nodes": "1",
             "devices": str(point.devices),
             "strategy.global_batch_size": "16",
             "strategy.num_microbatches": "null",
@@ -73,6 +75,9 @@ def test_one_device_drops_what_needs_several() -> None:
         ([], [1, 16], "dp", r"--devices 16: global_batch_size=16 must be divisible by micro batch 2 x"),
         (["--trainer.strategy.tensor_model_parallel_size=2"], [1, 2], "dp", "tensor_model_parallel_size=2, which 1"),
         (["--trainer.strategy.pipeline_model_parallel_size=2"], [1, 2], "tp", "pipeline_model_parallel_size=2, which"),
+        (["--trainer.strategy.expert_model_parallel_size=2"], [1, 2], "dp", r"expert_model_parallel_size=1$"),
+        (["--trainer.strategy=ddp"], [1, 2], "dp", "measures MegatronParallelStrategy; the .* is ddp"),
+        (["--data=lightning.pytorch.demos.boring_classes.BoringDataModule"], [1], "dp", "Boring.* no micro_batch_size"),
         (["--trainer.accelerator=gpu"], [1, 2], "dp", r"--devices 2: this machine has \d+ CUDA devices"),
     ],
 )
@@ -164,7 +169,7 @@ def test_overlapping_collectives_count_once_and_pairs_not_at_all() -> None:
 
 def failing(arguments: list[str], timeout_s: float, folder: Path) -> str:
     point = PlannedPoint(1, tuple(arguments))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ChildProcessError) as caught:
         run_points([point], steps=1, repeats=1, folder=folder, timeout_s=timeout_s, show=lambda *_: None)
     return str(caught.value)
 
@@ -188,3 +193,22 @@ def test_worker_explains_itself() -> None:
         [sys.executable, "-m", "lt_parallel.scaling.worker", "--help"], capture_output=True, text=True, timeout=60
     )
     assert shown.returncode == 0 and "--steps" in shown.stdout
+
+
+UNWANTED = ("RichProgressBar", "LearningRateMonitor", "EarlyStopping", "ModelCheckpoint", "DeviceStatsMonitor")
+
+
+def test_what_a_recipe_has_besides_training_does_not_disturb_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callbacks that need a logger or end runs, limits of the Trainer, and being inside another job."""
+    monkeypatch.setenv("SLURM_NTASKS", "5")
+    callbacks: list[Any] = [{"class_path": f"lightning.pytorch.callbacks.{name}"} for name in UNWANTED]
+    callbacks[2]["init_args"] = {"monitor": "val_loss"}
+    callbacks += [{"class_path": "lt_parallel.ThroughputMonitor"}]
+    limits = {"fast_dev_run": True, "min_epochs": 2, "max_time": "00:00:00:01", "num_nodes": 2}
+    (tmp_path / "more.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks, **limits}}))
+    small = ("--model.hidden_size=32", "--model.seq_length=16", "--data.seq_length=16", "--trainer.accelerator=cpu")
+    points = plan_points([*RECIPE, f"--config={tmp_path}/more.yaml", *small], [1], "dp", "strong")
+    (point,) = run_points(points, steps=1, repeats=1, folder=tmp_path, timeout_s=100, show=lambda *_: None)
+    assert point.devices == 1 and point.tokens_per_sec[0] > 0
