@@ -206,7 +206,7 @@ class ThroughputMonitor(L.Callback):
         if measured:
             log_values(trainer, self._values(mean, slowest.compute_s, trainer), step=trainer.global_step - 1)
         self._reset()
-        self._began = time.perf_counter()
+        self._began = now  # what measuring costs belongs to the run, in the next interval
 
     def _over_ranks(self, own: _Interval) -> tuple[_Interval, _Interval]:
         """Mean and maximum over all ranks."""

@@ -112,8 +112,8 @@ def train(
     L.seed_everything(SEED, verbose=False)
     clock = Clock()
     callbacks = [
+        clock,  # first, so that what the monitor's own work takes is between its two readings too
         ThroughputMonitor(**{"peak_flops": PEAK, **monitor}),
-        clock,
         ModelCheckpoint(folder, every_n_train_steps=6, filename="{step}"),
     ]
     trainer = build_trainer(
