@@ -36,11 +36,12 @@ from pathlib import Path
 from typing import Any, override
 
 import lightning.pytorch as L
+import numpy
 import torch
 import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from lt_parallel.strategies.megatron import MegatronParallelStrategy
 from lt_parallel.strategies.micro_batches import MicroBatchLoader
@@ -49,11 +50,19 @@ from lt_parallel.strategies.micro_batches import MicroBatchLoader
 KEY = "lt_parallel"
 _PACKAGES = ("lt-parallel", "torch", "lightning", "megatron-core", "transformer-engine")
 _GIT_TIMEOUT_S = 5.0
+#: Keys, passwords and tokens; but not tokens of a vocabulary, such as `eos_token`.
 _SECRET_NAME = (
-    r"(?:api_?key|access_?key|passw(?:or)?d|secret|credentials?|(?:auth|access|api|bearer|hf)_?token|(?<![a-z_])token)"
+    r"(?:(?:api|access|secret|private|account|wandb|openai|hf|auth)[_-]?keys?|passw(?:or)?d|passphrase|pwd|secrets?"
+    r"|credentials?|bearer|authorization|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!new_)token)"
 )
 _SECRET_OPTION = re.compile(rf"--?(?:[\w.-]*[._-])?{_SECRET_NAME}", flags=re.IGNORECASE)
 _SECRET_VALUE = re.compile(rf"({_SECRET_NAME}[\"']?\s*[=:]\s*)(?:\"[^\"]*\"|'[^']*'|[^\s\"',}}]+)", flags=re.IGNORECASE)
+#: What some services' keys begin with, and the header that carries any.
+_SECRET_BY_FORM = re.compile(
+    r"\b(?:hf_\w{16,}|gh[a-z]_\w{16,}|github_pat_\w{16,}|sk-[\w-]{16,}|AKIA\w{12,}|xox[a-z]-[\w-]{8,})"
+    r"|(?<=bearer )\S+",
+    flags=re.IGNORECASE,
+)
 _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _HIDDEN = "***"
 
@@ -91,6 +100,11 @@ def record_run(trainer: L.Trainer, dataloaders: Any) -> None:
         return
     record = {KEY: plain(experiment_record(trainer, dataloaders))}
     for logger in trainer.loggers:
+        if getattr(logger, "_log_model", False) and isinstance(trainer.strategy, MegatronParallelStrategy):
+            rank_zero_warn(
+                f"{type(logger).__name__}(log_model=...) uploads single files, and leaves out the folders that "
+                "MegatronParallelStrategy's checkpoints are: upload them after the run"
+            )
         if isinstance(logger, TensorBoardLogger):
             _write_to_tensorboard(logger, record)
         else:
@@ -198,7 +212,9 @@ def command_line(arguments: Sequence[str]) -> str:
         elif equals and _SECRET_OPTION.fullmatch(name):
             shown.append(f"{name}={_HIDDEN}")
         else:
-            shown.append(_SECRET_IN_URL.sub(_HIDDEN, _SECRET_VALUE.sub(rf"\1{_HIDDEN}", argument)))
+            for form in (_SECRET_BY_FORM, _SECRET_IN_URL):
+                argument = form.sub(_HIDDEN, argument)
+            shown.append(_SECRET_VALUE.sub(rf"\1{_HIDDEN}", argument))
     return shlex.join(shown)
 
 
@@ -245,6 +261,11 @@ def plain(value: Any) -> Any:
         return str(value)
     if value is None or type(value) in (bool, int, float, str):
         return value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return plain(kind(value))
+    if isinstance(value, numpy.generic) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+        return plain(value.item())
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -54,6 +54,9 @@ PARTS = (
     "rest_s",
 )
 
+#: What a file's numbers may be: beyond, one was mistyped, and ratios overflow.
+_SMALLEST, _LARGEST = 1e-9, 1e15
+
 NO_CAUSE = "none"
 UNKNOWN_CAUSE = "unknown"
 SHARED_CORES = "shared cores"
@@ -389,6 +392,11 @@ def read_points(path: str | Path) -> list[ScalingPoint]:
     samples: dict[int, list[float]] = {}
     for line, cells in rows:
         if any(cells):
+            if any(cells[len(header) :]):
+                raise ValueError(
+                    f"{path}, line {line}: {len(cells)} values in {len(header)} columns; a comma separates columns, so "
+                    "write 1234.5, not 1,234.5"
+                )
             row = dict(zip(header, cells, strict=False))
             devices = _number(row, "devices", path, line, whole=True)
             samples.setdefault(int(devices), []).append(_number(row, unit, path, line))
@@ -409,6 +417,9 @@ def _unit(path: Path, header: Sequence[str]) -> str:
     if "devices" not in header or not units:
         missing = "devices" if "devices" not in header else "tokens_per_sec or seconds"
         raise ValueError(f"{path}, line 1: no column {missing}; found: {','.join(header)}; {wanted}")
+    twice = next((name for name in ("devices", *units) if header.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{path}, line 1: two columns {twice}; keep the one that was measured")
     if len(units) > 1:
         raise ValueError(f"{path}, line 1: columns tokens_per_sec and seconds; keep the one that was measured")
     return units[0]
@@ -416,13 +427,13 @@ def _unit(path: Path, header: Sequence[str]) -> str:
 
 def _number(row: Mapping[str, str], column: str, path: Path, line: int, whole: bool = False) -> float:
     text = row.get(column, "")
-    kind = "a whole number from 1" if whole else "a positive number, such as 1234.5"
+    kind = f"a whole number from 1 to {_LARGEST:g}" if whole else "a positive number, such as 1234.5"
     try:
         value = float(int(text)) if whole else float(text)
     except (ValueError, OverflowError):
         value = math.nan
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{path}, line {line}: {column} is {text!r}; write {kind}")
+    if not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(f"{path}, line {line}: {column} is {text[:40]!r}; write {kind}")
     return value
 
 

@@ -111,8 +111,10 @@ def run(args: argparse.Namespace, fit_arguments: Sequence[str] = ()) -> int:
     if args.wandb and importlib.util.find_spec("wandb") is None:
         raise CommandError('--wandb: wandb isn\'t installed; run pip install "lt-parallel[wandb]"')
     if args.from_file:
-        if fit_arguments:
-            raise CommandError(f"unknown argument: {' '.join(fit_arguments)}")
+        if fit_arguments or args.devices:
+            raise CommandError(
+                f"unknown argument: {' '.join(fit_arguments) or '--devices'} (nothing is run with --from)"
+            )
         points, label = read_points(args.from_file), Path(args.from_file).name
     else:
         recipe = " + ".join(Path(config).stem for config in args.config)

@@ -157,6 +157,7 @@ def test_table_and_chart_go_to_wandb(tmp_path: Path) -> None:
         (("--from", "two.csv"), "no row for 1 device (found 2)"),
         (("--from", "none.csv"), "can't read 'none.csv'"),
         (("--from", "two.csv", "--bogus=1"), "unknown argument: --bogus=1"),
+        (("--from", "two.csv", "--devices", "1"), "unknown argument: --devices (nothing is run with --from)"),
         (("--from", "two.csv", "--output", "two.csv/out"), "can't write to 'two.csv/out'"),
         (("--config", str(recipe_path("gpt_tiny")), "--devices", "1", "2", "--trainer.bogus=1"), "--trainer.bogus=1"),
         (("--config", str(recipe_path("gpt_tiny")), "--devices", "2"), "1 must be among them"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,23 @@ def test_validate_is_recorded_too(tmp_path: Path) -> None:
     assert record["run"]["precision"] == "bf16-mixed"
     assert record["batch"] == {"micro_batch_size": 2, "num_microbatches": 3, "global_batch_size": 6}
     assert record["settings"]["model"]["params_dtype"] == "torch.bfloat16"
+
+
+class Uploading(CSVLogger):
+    """As WandbLogger(log_model=True), which can't be had offline."""
+
+    _log_model = True
+
+
+def train_with_uploads(folder: str) -> list[str]:
+    options: dict[str, Any] = {"devices": 1, "max_steps": 1, "callbacks": [ExperimentRecord()]}
+    trainer = build_trainer(StepNumbers(), {}, logger=Uploading(folder, name="", version=""), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module(), loader())
+    return [str(each.message) for each in caught]
+
+
+def test_checkpoints_that_a_logger_leaves_out_are_spoken_of(tmp_path: Path) -> None:
+    (messages,) = run_ranks(train_with_uploads, 1, str(tmp_path))
+    assert sum("Uploading(log_model=...) uploads single files" in message for message in messages) == 1

@@ -60,7 +60,10 @@ class Level(enum.IntEnum):
         (functools.partial(torch.nn.functional.silu, inplace=True), "partial(torch.nn.functional.silu)"),
         (torch.nn.Linear, "torch.nn.modules.linear.Linear"),
         (timedelta(minutes=1), "datetime.timedelta"),
-        (numpy.float32(1.0), "numpy.float32"),
+        (numpy.float32(0.5), 0.5),
+        (numpy.float64("nan"), "nan"),
+        (torch.tensor(3), 3),
+        (numpy.ones(2), "numpy.ndarray"),
         ({"a": (1, Color.RED), 2: {"b": {3, 1}}}, {"a": [1, "RED"], "2": {"b": ["1", "3"]}}),
     ],
 )
@@ -82,6 +85,12 @@ def test_values_become_plain(value: Any, expected: Any) -> None:
         (["--logger={secret: abc, lr: 1}", "--secret=abc abc"], "'--logger={secret: ***, lr: 1}' '--secret=***'"),
         (["https://me:abc@host/x"], "'https://***@host/x'"),
         (["--model.max_new_tokens=5", "--data.tokenizer=b"], "--model.max_new_tokens=5 --data.tokenizer=b"),
+        (["--data.eos_token=b", "--pad_token", "b"], "--data.eos_token=b --pad_token b"),
+        (["--secret_key=abc", "--private-key", "abc"], "'--secret_key=***' --private-key '***'"),
+        (["--hub_token", "abc", "--github_token=abc"], "--hub_token '***' '--github_token=***'"),
+        (["--wandb_key=abc", "--pwd=abc", "--passphrase=abc"], "'--wandb_key=***' '--pwd=***' '--passphrase=***'"),
+        (["-H", "Authorization: Bearer abc"], "-H 'Authorization: *** ***'"),
+        (["hf_abcabcabcabcabcabcabc", "sk-abcabcabcabcabcabcabc"], "'***' '***'"),
     ],
 )
 def test_command_line_hides_secrets(arguments: list[str], shown: str) -> None:
