@@ -57,7 +57,10 @@ def train(
     return train_with_trainer("llama", world_size, strategy, callbacks=callbacks, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("dp2 optim reduce", "cp2 tp2 sp optim both", "pp2 dp2 optim both")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_numbers_equal_those_without(case: str) -> None:
     world_size, strategy, overlap = CASES[case]
     (plain, *_) = run_ranks(train, world_size, world_size, strategy, None)
