@@ -117,7 +117,7 @@ class GPTModule(MegatronLightningModule):
         temperature: Sampling temperature of `predict_step`; 0 takes the likeliest token.
         top_k: `predict_step` samples among the k likeliest; 0: all.
         validation_metrics: Logged beside the loss of each validation and test: "perplexity" (exp of the loss per token)
-            and "token_accuracy" (needs all logits of a micro batch at once).
+            and "token_accuracy" (needs all logits of a micro batch at once). Of several loaders each has its own.
     """
 
     def __init__(
@@ -166,6 +166,7 @@ class GPTModule(MegatronLightningModule):
         self._check_arguments()
         kinds: dict[str, Any] = {"perplexity": Perplexity, "token_accuracy": TokenAccuracy}
         self.validation_metrics = nn.ModuleDict({name: kinds[name]() for name in validation_metrics or ()})
+        self._evaluating = False  # whether there is something to log of them
 
     def _check_arguments(self) -> None:
         hp: Any = self.hparams
@@ -392,14 +393,46 @@ class GPTModule(MegatronLightningModule):
             metrics["perplexity"].update(losses, batch["loss_mask"])
         return losses
 
+    def on_validation_epoch_start(self) -> None:
+        """Begins `validation_metrics` anew, whatever an interrupted evaluation left."""
+        self._evaluating = True
+        metrics: Any = self.validation_metrics
+        for metric in metrics.values():
+            metric.reset()
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Logs `validation_metrics` after a loader's last batch: each loader has its own, as it has its own loss."""
+        trainer = self.trainer
+        lengths = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        if trainer.testing:
+            lengths = trainer.num_test_batches
+        self._evaluating = batch_idx + 1 != lengths[dataloader_idx]
+        if not self._evaluating:
+            self._log_validation_metrics()
+
     def on_validation_epoch_end(self) -> None:
-        """Logs `validation_metrics`, equal on every rank."""
+        """Logs them where the end wasn't known before, as of an iterable dataset."""
+        if self._evaluating:
+            self._log_validation_metrics()
+
+    def _log_validation_metrics(self) -> None:
+        """Equal on every rank; collective over all of them."""
         metrics: Any = self.validation_metrics
         for name, metric in metrics.items():
             no_tokens = [torch.zeros(0)] * (3 if name == "token_accuracy" else 2)
             metric.update(*no_tokens)  # pipeline stages that see no losses take part as well
-            self.log(f"{self._phase}_{name}", metric.compute(), sync_dist=True)
+            self.log(
+                f"{self._phase}_{name}", metric.compute(), on_step=False, on_epoch=True, sync_dist=True, batch_size=1
+            )
             metric.reset()
+
+    def on_test_epoch_start(self) -> None:
+        """As `on_validation_epoch_start`."""
+        self.on_validation_epoch_start()
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As `on_validation_batch_end`."""
+        self.on_validation_batch_end(outputs, batch, batch_idx, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
         """As `on_validation_epoch_end`."""

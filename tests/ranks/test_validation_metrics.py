@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import Perplexity
 
@@ -122,3 +124,57 @@ def test_argmax_over_parts_takes_the_first_of_equals(world_size: int) -> None:
 def test_unknown_metric() -> None:
     with pytest.raises(ValueError, match="validation_metrics='f1' is not one of perplexity, token_accuracy"):
         GPTModule(VOCAB_SIZE, validation_metrics=["f1"])  # type: ignore[list-item]
+
+
+class Stream(IterableDataset[Any]):
+    """No length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(Sequences(SAMPLES).__getitem__, range(SAMPLES))
+
+
+class FaultOnce(L.Callback):
+    """Ends the first evaluation after a batch."""
+
+    done = False
+
+    def on_test_batch_end(self, *args: Any) -> None:
+        if not self.done:
+            self.done = True
+            raise ArithmeticError("wrong")
+
+
+def evaluate(strategy: dict[str, Any], world_size: int) -> dict[str, dict[str, float]]:
+    """Two loaders, one without a length, and a test after one that a fault cut off."""
+    L.seed_everything(SEED, verbose=False)
+    fault: Any = FaultOnce()
+    trainer = build_trainer(fault, strategy, devices=world_size, limit_val_batches=1.0)
+    module: Any = GPTModule(VOCAB_SIZE, SEQ_LENGTH, **LLAMA, init_method_std=0.3, validation_metrics=BOTH)
+    loaders = [DataLoader(Sequences(length), batch_size=MICRO_BATCH) for length in (SAMPLES, 9)]
+    found = {}
+    trainer.validate(module, loaders, verbose=False)
+    found["two"] = dict(trainer.callback_metrics)
+    trainer.validate(module, DataLoader(Stream(), batch_size=MICRO_BATCH), verbose=False)
+    found["stream"] = dict(trainer.callback_metrics)
+    with pytest.raises(ArithmeticError):
+        trainer.test(module, loaders, verbose=False)
+    trainer.test(module, loaders, verbose=False)
+    found["test"] = dict(trainer.callback_metrics)
+    return {kind: {name: float(value) for name, value in values.items()} for kind, values in found.items()}
+
+
+@pytest.mark.parametrize(("world_size", "stages"), [(1, 1), (2, 2)])
+def test_each_loader_has_its_own(world_size: int, stages: int, single: dict[str, Any]) -> None:
+    ranks = run_ranks(evaluate, world_size, {"pipeline_model_parallel_size": stages}, world_size)
+    assert all(rank == ranks[0] for rank in ranks)
+    found, expected = ranks[0], single["values"]
+    for kind, phase in (("two", "val"), ("test", "test")):
+        values = found[kind]
+        assert len(values) == 6
+        for loader in (0, 1):
+            loss, perplexity = (values[f"{phase}_{name}/dataloader_idx_{loader}"] for name in ("loss", "perplexity"))
+            assert perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+        for name in ("perplexity", "token_accuracy"):
+            assert values[f"{phase}_{name}/dataloader_idx_0"] == pytest.approx(expected[f"val_{name}"], rel=1e-5)
+    for name, value in expected.items():
+        assert found["stream"][name] == pytest.approx(value, rel=1e-5)
