@@ -13,7 +13,7 @@ help: ## Show this list
 demo: install ## Train a small GPT on real text with 4 processes on the CPU (about 4 minutes); results in runs/demo
 	@$(PY) -m lt_parallel.demo
 
-test: lint pytest ## Check style and types, then run every quick test (under 12 minutes on 2 cores)
+test: lint pytest ## Check style and types, then run every quick test (about 20 minutes on 2 cores)
 
 lint: install ## Check style and types only
 	$(PY) -m ruff check .
