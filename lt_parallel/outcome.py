@@ -105,14 +105,19 @@ def _end_with_launcher() -> None:
     if started_by_user() or "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    launcher = os.getppid()
+    when_parent_is_gone(lambda: os._exit(1))
+
+
+def when_parent_is_gone(end: Callable[[], None]) -> None:
+    """Calls `end`, from a thread of its own, within a second of the end of the process that started this one."""
+    parent = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == launcher:
+        while os.getppid() == parent:
             time.sleep(1.0)
-        os._exit(1)
+        end()
 
-    threading.Thread(target=watch, name="lt_parallel-end-with-launcher", daemon=True).start()
+    threading.Thread(target=watch, name="lt_parallel-watch-parent", daemon=True).start()
 
 
 def explain(error: Exception) -> str:

@@ -282,6 +282,3 @@ def _name_of(value: Any) -> str:
         return f"partial({_name_of(value.func)})"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-# ---------------------------------------------------------------- tables and images

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_parallel.loggers import log_table
-from lt_parallel.strategies.megatron import MegatronParallelStrategy
+from lt_parallel.strategies.megatron import MegatronParallelStrategy, megatron_strategy
 from lt_parallel.strategies.step_log import log_values
 from lt_parallel.topology import ParallelSizes, require_positive_int
 
@@ -120,7 +120,7 @@ class MemoryMonitor(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy = _strategy(trainer)
+        strategy = megatron_strategy(trainer)
         self._report, self._activations, self._peak = [], None, 0
         self._last_step = trainer.global_step
         self._held_before = _held(strategy)
@@ -136,7 +136,7 @@ class MemoryMonitor(L.Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy = _strategy(trainer)
+        strategy = megatron_strategy(trainer)
         if trainer.global_step != self._last_step:
             self._measure(trainer)
         own = RankMemory(
@@ -157,7 +157,7 @@ class MemoryMonitor(L.Callback):
 
     def _measure(self, trainer: L.Trainer) -> None:
         """Measures this rank and logs the maximum over ranks. Collective."""
-        strategy = _strategy(trainer)
+        strategy = megatron_strategy(trainer)
         held, usage = _held(strategy), _usage(strategy.root_device)
         activations = self._activations_now(held, usage)
         _reset_peaks(strategy.root_device)
@@ -216,12 +216,6 @@ def _new_bytes(values: Iterable[Any], device: torch.device, seen: set[int]) -> i
             seen.add(storage.data_ptr())
             total += storage.nbytes()
     return total
-
-
-def _strategy(trainer: L.Trainer) -> MegatronParallelStrategy:
-    strategy = trainer.strategy
-    assert isinstance(strategy, MegatronParallelStrategy), "checked in setup"
-    return strategy
 
 
 def _held(strategy: MegatronParallelStrategy) -> HeldBytes:

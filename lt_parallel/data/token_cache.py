@@ -28,6 +28,7 @@ from lt_parallel.data.locking import file_lock, sync_file
 from lt_parallel.data.progress import byte_progress
 from lt_parallel.data.sources import Piece, SourceFile, changed_files, read_file
 from lt_parallel.data.tokenizer import Tokenizer, Tokens, encode_stream, token_dtype
+from lt_parallel.files import write_atomically
 
 VERSION = 1
 log = logging.getLogger(__name__)
@@ -159,9 +160,7 @@ def _build_and_publish(files: Sequence[SourceFile], tokenizer: Tokenizer, root: 
 
 def _record_failure(path: Path, message: str) -> None:
     """Leave the message of a failure that follows from the content to the processes that wait."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(message, encoding="utf-8", errors="backslashreplace")
-    os.replace(temporary, path)
+    write_atomically(path, message.encode(errors="backslashreplace"))
 
 
 def _write_tokens(files: Sequence[SourceFile], tokenizer: Tokenizer, folder: Path) -> NDArray[np.int64]:

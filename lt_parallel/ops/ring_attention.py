@@ -122,7 +122,6 @@ class _RingAttention(torch.autograd.Function):
         block_ring, gradient_ring = _Ring(ctx.group), _Ring(ctx.group)
         grad_output = grad_output.contiguous()
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
-        gradients: list[Tensor] = []
         block = [key.contiguous(), value.contiguous()]
         for step in range(size):
             if step < size - 1:
@@ -144,11 +143,9 @@ class _RingAttention(torch.autograd.Function):
             for total, share in zip(arrived, part[1:], strict=True):
                 view.keys(total).add_(share)
             gradient_ring.start(arrived)
-            gradients = arrived
             if step < size - 1:
                 block = block_ring.finish()
-        gradients = gradient_ring.finish()
-        grad_key, grad_value = gradients
+        grad_key, grad_value = gradient_ring.finish()
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 

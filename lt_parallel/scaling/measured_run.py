@@ -18,7 +18,7 @@ from lt_parallel.callbacks.memory import MemoryMonitor
 from lt_parallel.callbacks.throughput import ThroughputMonitor
 from lt_parallel.files import write_atomically
 from lt_parallel.lightning_cli import MegatronCLI
-from lt_parallel.strategies.megatron import MegatronParallelStrategy
+from lt_parallel.strategies.megatron import megatron_strategy
 
 PROFILED_STEPS = 2
 #: Callbacks that change nothing about a step, but need a logger, write, or end a run early.
@@ -62,15 +62,14 @@ class MeasuredRun(L.Callback):
         self._profile: Any = None
         self._profile_began = 0.0
         self._metrics: dict[str, float] = {}
-        self._samples_per_step = 0.0
         #: Share of a step that this rank spends in collectives, waiting for the others included.
         self.collective_share = 0.0
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == 2 * self._steps and _strategy(trainer).sizes.tensor_model_parallel_size > 1:
+        if trainer.global_step == 2 * self._steps and megatron_strategy(trainer).sizes.tensor_model_parallel_size > 1:
             self._profile_began = time.perf_counter()
-            cuda = _strategy(trainer).root_device.type == "cuda"
+            cuda = megatron_strategy(trainer).root_device.type == "cuda"
             self._profile = profile(
                 activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU], acc_events=True
             )
@@ -81,9 +80,8 @@ class MeasuredRun(L.Callback):
         if trainer.global_step == 2 * self._steps:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self._metrics = {name: value for name, value in metrics.items() if name.startswith("train/")}
-            self._samples_per_step = _strategy(trainer).consumed_samples / trainer.global_step
         if self._profile is not None and trainer.global_step == 2 * self._steps + PROFILED_STEPS:
-            if _strategy(trainer).root_device.type == "cuda":
+            if megatron_strategy(trainer).root_device.type == "cuda":
                 torch.cuda.synchronize()
             self._profile.stop()
             elapsed_s = time.perf_counter() - self._profile_began
@@ -96,7 +94,7 @@ class MeasuredRun(L.Callback):
         Raises:
             ValueError: The run ended before anything was measured.
         """
-        strategy = _strategy(trainer)
+        strategy = megatron_strategy(trainer)
         if not self._metrics:
             raise ValueError(
                 f"the training ended after {trainer.global_step} steps; it must take {2 * self._steps}, to warm up and "
@@ -110,16 +108,10 @@ class MeasuredRun(L.Callback):
         if trainer.is_global_zero:
             measured = {
                 "metrics": self._metrics,
-                "samples_per_step": self._samples_per_step,
                 "collective_share": float(share) / strategy.world_size,
                 "processes_per_core": cores,
             }
             write_atomically(output, json.dumps(measured))
-
-
-def _strategy(trainer: L.Trainer) -> MegatronParallelStrategy:
-    assert isinstance(trainer.strategy, MegatronParallelStrategy)
-    return trainer.strategy
 
 
 def collective_seconds(events: Iterable[Any]) -> float:

@@ -11,13 +11,11 @@ import argparse
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from lt_parallel import quiet
-from lt_parallel.outcome import run_command
+from lt_parallel.outcome import run_command, when_parent_is_gone
 
 
 def main() -> int:
@@ -29,16 +27,8 @@ def main() -> int:
 
 def _end_with_command() -> None:
     """Ends all ranks when the command that started the first of them is gone, however it ended."""
-    if os.getsid(0) != os.getpid():  # another rank, or started by hand
-        return
-    command = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == command:
-            time.sleep(1.0)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="lt_parallel-end-with-command", daemon=True).start()
+    if os.getsid(0) == os.getpid():  # else it's another rank, or started by hand
+        when_parent_is_gone(lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
 
 
 def _measure() -> int:

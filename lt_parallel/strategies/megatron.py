@@ -681,3 +681,10 @@ class MegatronParallelStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def megatron_strategy(trainer: L.Trainer) -> MegatronParallelStrategy:
+    """The Trainer's strategy, where it has been checked to be this one."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, MegatronParallelStrategy), "checked before the run starts"
+    return strategy
