@@ -40,6 +40,7 @@ _ONLY_WITH = {
     "tensor_model_parallel_size": {"sequence_parallel": "false"},
     "pipeline_model_parallel_size": {
         "virtual_pipeline_model_parallel_size": "null",
+        "num_layers_per_virtual_pipeline_stage": "null",
         "pipeline_model_parallel_layout": "null",
     },
 }

@@ -65,6 +65,10 @@ def test_one_device_drops_what_needs_several() -> None:
     one, two = plan_points(recipe, [1, 2], "pp", "strong")
     assert "--trainer.strategy.pipeline_model_parallel_layout=null" in one.arguments
     assert "--trainer.strategy.pipeline_model_parallel_layout=null" not in two.arguments
+    recipe = [*RECIPE, "--trainer.strategy.num_layers_per_virtual_pipeline_stage=1"]
+    one, two = plan_points(recipe, [1, 2], "pp", "strong")
+    assert "--trainer.strategy.num_layers_per_virtual_pipeline_stage=null" in one.arguments
+    assert "--trainer.strategy.num_layers_per_virtual_pipeline_stage=null" not in two.arguments
 
 
 @pytest.mark.parametrize(
