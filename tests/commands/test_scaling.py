@@ -98,10 +98,14 @@ def test_no_training_outlives_the_command(ending: signal.Signals, tmp_path: Path
     def trainings() -> list[psutil.Process]:
         return [each for each in psutil.process_iter() if in_folder(each, tmp_path) and each.pid != command.pid]
 
-    wait_until(lambda: len(trainings()) == 2, 60)
-    command.send_signal(ending)
-    command.wait(20)
-    wait_until(lambda: not trainings(), 10)
+    try:
+        wait_until(lambda: len(trainings()) == 2, 60)
+        command.send_signal(ending)
+        command.wait(20)
+        wait_until(lambda: not trainings(), 10)
+    finally:
+        for process in (command, *trainings()):
+            process.kill()
 
 
 def in_folder(process: psutil.Process, folder: Path) -> bool:
