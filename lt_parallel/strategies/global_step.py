@@ -13,6 +13,7 @@ from lt_parallel.strategies.log_capture import logs_weighted_by, one_log_per_ste
 from lt_parallel.strategies.micro_batches import num_samples
 from lt_parallel.strategies.model_chunks import is_chunked
 from lt_parallel.strategies.schedule import StepSchedule
+from lt_parallel.strategies.step_checks import UnusedParameters
 from lt_parallel.strategies.step_metrics import StepMetrics, StepMetricsReducer
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class GlobalStep:
         shape = module.micro_batch_shape if is_chunked(module) else None
         self._schedule = StepSchedule(wrapped, config, groups, shape, device)
         self._reducer = StepMetricsReducer(groups.dp_cp, groups.pp, device)
+        self._unused = UnusedParameters(wrapped, device)
         #: What the last training step's loss function measured, by name, beside the loss itself; equal on every rank.
         self.measured: dict[str, Tensor] = {}
         self._loss_function = module.loss_function if is_chunked(module) else _triple_as_it_is
@@ -54,7 +56,9 @@ class GlobalStep:
         """
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
-        with one_log_per_step(self._module, num_samples(batch[0]) * len(batch)):
+        if is_chunked(self._module):
+            self._module.begin_step(batch)
+        with self._unused.watched(), one_log_per_step(self._module, num_samples(batch[0]) * len(batch)):
             metrics = self._schedule.run(
                 batch, self._chunk_step("training_step", batch_idx), self._loss_function, forward_only=False
             )

@@ -41,6 +41,7 @@ from lt_parallel.strategies.micro_batches import (
 )
 from lt_parallel.strategies.model_chunks import ChunkedModule, build_chunks, is_chunked
 from lt_parallel.strategies.resolve import ResolvedRun, config_classes, resolve_run
+from lt_parallel.strategies.step_checks import FiniteLoss
 from lt_parallel.strategies.step_log import report_step
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class MegatronParallelStrategy(ParallelStrategy):
         self._resolved: ResolvedRun | None = None
         self._failure_watch: FailureWatch | None = None
         self._drawn_seed: int | None = None
+        self._finite_loss = FiniteLoss()
         self._config: Any = None
         self._wrapped: list[Any] = []
         self._global_step: GlobalStep | None = None
@@ -302,7 +304,7 @@ class MegatronParallelStrategy(ParallelStrategy):
         process_groups.init_default_group(self.cluster_environment, self.sizes.world_size, self.root_device, timeout)
         self._failure_watch = FailureWatch.for_default_group()
         self.groups = process_groups.init_model_parallel(
-            self.sizes, self.arguments.hierarchical_context_parallel_sizes, timeout=timeout
+            self.sizes, self.arguments.hierarchical_context_parallel_sizes, self._run.embedding_pp_ranks, timeout=timeout
         )
         process_groups.seed_model_parallel(self.seed, self.groups.pp.rank())
 
@@ -508,6 +510,7 @@ class MegatronParallelStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.last_lr = float(optimizer.param_groups[0]["lr"])
         result = super().optimizer_step(optimizer, *args, **kwargs)
+        self._finite_loss.check(result, optimizer.grad_norm, self._module.trainer.global_step)
         self._report_step(self.last_lr)
         return result
 
