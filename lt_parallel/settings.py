@@ -49,6 +49,8 @@ class Settings:
         self.sizes = sizes
         #: Tokens per training sequence before any cut; the module says it, None if it has no sequences.
         self.seq_length: int | None = None
+        #: Whether the output layer uses the embedding's weight; the module says it.
+        self.tied_embeddings = True
         self._fields: dict[Target, dict[str, Contribution]] = {target: {} for target in TARGETS}
 
     def contribute(self, owner: str, target: Target, **fields: Any) -> None:

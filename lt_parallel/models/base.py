@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
@@ -51,6 +51,9 @@ class MegatronLightningModule(L.LightningModule, ABC):
     @abstractmethod
     def loss_function(self, output: Tensor, batch: Any) -> tuple[Tensor, Tensor, Mapping[str, MetricValue]]:
         """Last stage only: (loss_sum, num_tokens, metrics) of a micro batch."""
+
+    def begin_step(self, micro_batches: Sequence[Any]) -> None:
+        """See `ChunkedModule.begin_step`."""
 
     def model_flops(self) -> ModelFlops | None:
         """FLOPs of one sequence, for `ThroughputMonitor`; None where nobody has counted them.

@@ -7,7 +7,7 @@ take part in the loss or in sampling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -50,6 +50,7 @@ _POSITIVE = (
     "kv_channels",
     "max_position_embeddings",
     "make_vocab_size_divisible_by",
+    "mtp_num_layers",
     "lr_decay_iters",
     "max_new_tokens",
 )
@@ -63,6 +64,7 @@ _NUMBERS = (
     "hidden_dropout",
     "attention_dropout",
     "init_method_std",
+    "mtp_loss_scaling_factor",
     "lr",
     "weight_decay",
     "adam_beta1",
@@ -104,6 +106,11 @@ class GPTModule(MegatronLightningModule):
         hidden_dropout: Dropout on each residual branch.
         attention_dropout: Dropout on attention probabilities.
         init_method_std: Standard deviation of the initial weights; output projections use it / sqrt(2 x num_layers).
+        mtp_num_layers: Multi-token prediction heads, of which the k-th predicts k tokens further than the model; None:
+            no heads. They need position_embedding_type="rope". Training adds mtp_loss_scaling_factor x the mean of
+            their losses (`models/multi_token_prediction.py` has the formula) and logs these apart, per token, as
+            `mtp_1_loss` and so on; `train_loss` stays the model's own. Evaluation and generation don't run them.
+        mtp_loss_scaling_factor: Weight of their losses' mean beside the model's own loss.
         lr: Highest learning rate (AdamW).
         min_lr: Where the decay ends.
         lr_warmup_iters: Global steps of linear warm-up; the first step has lr / lr_warmup_iters, not 0.
@@ -145,6 +152,8 @@ class GPTModule(MegatronLightningModule):
         hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,
         init_method_std: float = 0.02,
+        mtp_num_layers: int | None = None,
+        mtp_loss_scaling_factor: float = 0.1,
         lr: float = 3e-4,
         min_lr: float = 3e-5,
         lr_warmup_iters: int = 0,
@@ -182,6 +191,12 @@ class GPTModule(MegatronLightningModule):
             raise ValueError(f"rotary_percent={hp.rotary_percent} must be more than 0 and at most 1")
         if hp.position_embedding_type == "rope":
             self._check_rotary()
+        elif hp.mtp_num_layers is not None:
+            # Their stage would train a copy of the learned positions that nothing keeps equal to the first stage's.
+            raise ValueError(
+                f"mtp_num_layers={hp.mtp_num_layers} needs position_embedding_type='rope', not "
+                f"{hp.position_embedding_type!r}"
+            )
         if self.max_position_embeddings < self.seq_length:
             raise ValueError(
                 f"max_position_embeddings={self.max_position_embeddings} must be at least seq_length={self.seq_length}"
@@ -235,7 +250,12 @@ class GPTModule(MegatronLightningModule):
         hp: Any = self.hparams
         hidden = hp.hidden_size
         ffn = hp.ffn_hidden_size or (64 * -(-8 * hidden // (3 * 64)) if hp.swiglu else 4 * hidden)
-        optional = {"num_query_groups": hp.num_query_groups, "kv_channels": hp.kv_channels}
+        optional = {
+            "num_query_groups": hp.num_query_groups,
+            "kv_channels": hp.kv_channels,
+            "mtp_num_layers": hp.mtp_num_layers,
+            "mtp_loss_scaling_factor": hp.mtp_loss_scaling_factor if hp.mtp_num_layers else None,
+        }
         settings.contribute(
             _OWNER,
             "model",
@@ -259,6 +279,7 @@ class GPTModule(MegatronLightningModule):
             **{name: value for name, value in optional.items() if value is not None},
         )
         settings.seq_length = self.seq_length
+        settings.tied_embeddings = not hp.untie_embeddings_and_output_weights
         self.padded_vocab_size = check_vocab(settings, self.vocab_size, hp.make_vocab_size_divisible_by)
 
     def build_chunk(
@@ -275,7 +296,10 @@ class GPTModule(MegatronLightningModule):
         backend = self.megatron.backend
         assert backend is not None
         place = {"vp_stage": vp_stage, "pp_rank": groups.pp.rank()}
-        chunk = GPTModel(
+        model_class = GPTModel
+        if config.mtp_num_layers:
+            from lt_parallel.models.multi_token_prediction import MultiTokenGPTModel as model_class
+        chunk = model_class(
             config,
             gpt_block_spec(config, backend, **place),
             vocab_size=self.padded_vocab_size,
@@ -325,7 +349,7 @@ class GPTModule(MegatronLightningModule):
         """Runs the active chunk.
 
         Args:
-            batch: `tokens`, `position_ids` and, with `labels`, `labels`; each `[b, s]`.
+            batch: `tokens`, `position_ids` and, with `labels`, `labels` and `loss_mask`; each `[b, s]`.
             labels: Whether the last chunk computes the loss.
 
         Returns:
@@ -334,9 +358,8 @@ class GPTModule(MegatronLightningModule):
         """
         assert self.active_chunk is not None
         batch = self._part_of(batch)
-        output: Tensor = self.active_chunk(
-            batch["tokens"], batch["position_ids"], None, labels=batch["labels"] if labels else None
-        )
+        targets = {name: batch[name] for name in ("labels", "loss_mask")} if labels else {}
+        output: Tensor = self.active_chunk(batch["tokens"], batch["position_ids"], None, **targets)
         return output
 
     def _part_of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -348,6 +371,20 @@ class GPTModule(MegatronLightningModule):
             name: cut(value, group.rank(), group.size(), 1) if name in _PER_TOKEN else value
             for name, value in batch.items()
         }
+
+    def begin_step(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """Counts the global batch's tokens for each MTP head, on the last stage; collective over its data ranks."""
+        groups, depths = self.megatron.groups, self.hparams["mtp_num_layers"]
+        if not depths or groups.pp.rank() != groups.pp.size() - 1:
+            return
+        from lt_parallel.models.multi_token_prediction import token_counts
+
+        counts = token_counts((batch["loss_mask"] for batch in micro_batches), depths)
+        if groups.dp.size() > 1:  # context-parallel ranks are given the same whole sequences
+            torch.distributed.all_reduce(counts, group=groups.dp)
+        assert self.model_chunks is not None
+        chunk: Any = self.model_chunks[-1]
+        chunk.mtp_weights = (counts[0] / counts[1:].clamp(min=1)).float()
 
     def micro_batch_shape(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
         """(seq_length, micro_batch_size)."""
@@ -368,7 +405,16 @@ class GPTModule(MegatronLightningModule):
         if not self.trainer.training:
             output = self._evaluate(output, batch)
         loss_sum, num_tokens = (output.float() * mask).sum(), mask.sum()
-        return loss_sum, num_tokens, {f"{self._phase}_loss": (loss_sum, num_tokens)}
+        return loss_sum, num_tokens, {f"{self._phase}_loss": (loss_sum, num_tokens), **self._mtp_losses()}
+
+    def _mtp_losses(self) -> dict[str, MetricValue]:
+        """Of the heads, by Megatron's names; they have none outside training."""
+        if not (self.hparams["mtp_num_layers"] and self.trainer.training):
+            return {}
+        from megatron.core.utils import get_attr_wrapped_model
+
+        losses = get_attr_wrapped_model(self.active_chunk, "mtp_losses")
+        return {f"mtp_{depth}_loss": loss for depth, loss in enumerate(losses, start=1)}
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Runs the active chunk; the last one gives logits where the token accuracy is asked for."""
@@ -439,7 +485,9 @@ class GPTModule(MegatronLightningModule):
         self.on_validation_epoch_end()
 
     def layer_costs(self, settings: Settings) -> LayerCosts:
-        """FLOPs of the embedding (none), the decoder layers and the output layer, for `pipeline_model_parallel_layout`.
+        """FLOPs of embedding (none), decoder layers, MTP heads and output layer, for `pipeline_model_parallel_layout`.
+
+        The output layer runs once more for each head, whose logits are made where the loss is.
 
         Args:
             settings: Holds the model's fields.
@@ -448,12 +496,12 @@ class GPTModule(MegatronLightningModule):
             ValueError: The fields have something that isn't counted.
         """
         fields = settings.fields("model")
-        flops = model_flops(
-            SimpleNamespace(**fields), seq_length=self.seq_length, vocab_size=self.padded_vocab_size
-        ).main
-        layers = fields["num_layers"]
+        flops = model_flops(SimpleNamespace(**fields), seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
+        layers, heads = fields["num_layers"], fields.get("mtp_num_layers") or 0
         return LayerCosts(
-            decoder=[(flops.total - flops.output_layer) / layers] * layers, loss=float(flops.output_layer)
+            decoder=[(flops.main.total - flops.main.output_layer) / layers] * layers,
+            mtp=[(flops.mtp.total - flops.mtp.output_layer) / heads] * heads if heads else (),
+            loss=float(flops.main.output_layer + flops.mtp.output_layer),
         )
 
     def model_flops(self) -> ModelFlops:

@@ -304,7 +304,10 @@ class MegatronParallelStrategy(ParallelStrategy):
         process_groups.init_default_group(self.cluster_environment, self.sizes.world_size, self.root_device, timeout)
         self._failure_watch = FailureWatch.for_default_group()
         self.groups = process_groups.init_model_parallel(
-            self.sizes, self.arguments.hierarchical_context_parallel_sizes, self._run.embedding_pp_ranks, timeout=timeout
+            self.sizes,
+            self.arguments.hierarchical_context_parallel_sizes,
+            self._run.embedding_pp_ranks,
+            timeout=timeout,
         )
         process_groups.seed_model_parallel(self.seed, self.groups.pp.rank())
 

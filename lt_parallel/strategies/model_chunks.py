@@ -5,7 +5,7 @@ The strategy knows chunks, never a model class: anything with this interface tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ class ChunkedModule(Protocol):
 
     def micro_batch_shape(self, batch: Any) -> tuple[int, int]:
         """(seq_length, micro_batch_size) of a micro batch, before context or sequence parallelism cut it."""
+
+    def begin_step(self, micro_batches: Sequence[Any]) -> None:
+        """Called on every rank with a training step's micro batches, before the first of them runs."""
 
     def loss_function(self, output: Any, batch: Any) -> tuple[Tensor, Tensor, Mapping[str, MetricValue]]:
         """(loss_sum, num_tokens, metrics) of the last chunk's output for one micro batch."""

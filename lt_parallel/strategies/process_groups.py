@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lt_parallel.topology import ParallelSizes
 
 
-#: The groups that exist, and the sizes they were made for.
-_existing: tuple[ParallelSizes, list[int] | None, Any] | None = None
+#: The groups that exist, and what they were made for.
+_existing: tuple[tuple[Any, ...], Any] | None = None
 
 
 def init_default_group(
@@ -57,7 +57,11 @@ def init_default_group(
 
 
 def init_model_parallel(
-    sizes: ParallelSizes, hierarchical_context_parallel_sizes: list[int] | None = None, *, timeout: timedelta
+    sizes: ParallelSizes,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+    embedding_pp_ranks: list[int] | None = None,
+    *,
+    timeout: timedelta,
 ) -> Any:
     """Makes every Megatron Core group and returns them.
 
@@ -67,6 +71,7 @@ def init_model_parallel(
     Args:
         sizes: The parallel sizes; their world size is the default group's.
         hierarchical_context_parallel_sizes: Of both levels, for cp_comm_type="a2a+p2p".
+        embedding_pp_ranks: Pipeline ranks that hold the word embedding's weight; None: the first and the last.
         timeout: For the groups' collectives.
 
     Returns:
@@ -76,9 +81,10 @@ def init_model_parallel(
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     global _existing
+    made_for = (sizes, hierarchical_context_parallel_sizes, embedding_pp_ranks)
     if parallel_state.model_parallel_is_initialized():
-        if _existing is not None and _existing[:2] == (sizes, hierarchical_context_parallel_sizes):
-            return _existing[2]
+        if _existing is not None and _existing[0] == made_for:
+            return _existing[1]
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
@@ -89,10 +95,11 @@ def init_model_parallel(
         expert_model_parallel_size=sizes.expert_model_parallel_size,
         expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+        get_embedding_ranks=embedding_pp_ranks and (lambda ranks: [ranks[place] for place in embedding_pp_ranks]),
         create_gloo_process_groups=False,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    _existing = (sizes, hierarchical_context_parallel_sizes, groups)
+    _existing = (made_for, groups)
     return groups
 
 

@@ -38,6 +38,13 @@ class ResolvedRun:
     layout: PipelineLayout | None
     backend: LayerBackend | None
 
+    @property
+    def embedding_pp_ranks(self) -> list[int] | None:
+        """Pipeline ranks with a copy of the word embedding, where MTP heads need one; None: Megatron Core's choice."""
+        if self.layout is None or not self.layout.mtp_num_layers:
+            return None
+        return self.layout.embedding_pp_ranks(tied=self.settings.tied_embeddings)
+
 
 def resolve_run(
     arguments: StrategyArguments, trainer: L.Trainer, module: L.LightningModule, world_size: int, device_type: str

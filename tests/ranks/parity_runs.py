@@ -33,7 +33,7 @@ LLAMA = {
     "position_embedding_type": "rope",
     "untie_embeddings_and_output_weights": True,
 }
-SHAPES = {"gpt2": GPT2, "llama": LLAMA}
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "llama+mtp": {**LLAMA, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}}
 OPTIMIZER = {"lr": 2e-3, "min_lr": 2e-4, "lr_warmup_iters": 3, "lr_decay_iters": 20, "weight_decay": 0.1}
 
 
@@ -61,18 +61,22 @@ class StepNumbers(L.Callback):
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.mtp_losses: dict[str, list[float]] = {}
         self.grad_norms: list[float] = []
         self.val_losses: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
+        for name, value in trainer.callback_metrics.items():
+            if name.startswith("mtp_"):
+                self.mtp_losses.setdefault(name, []).append(float(value))
         self.grad_norms.append(trainer.optimizers[0].grad_norm)
 
     def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.val_losses.append(float(trainer.callback_metrics["val_loss"]))
 
     def numbers(self) -> dict[str, list[float]]:
-        return {"loss": self.losses, "grad_norm": self.grad_norms, "val_loss": self.val_losses}
+        return {"loss": self.losses, **self.mtp_losses, "grad_norm": self.grad_norms, "val_loss": self.val_losses}
 
 
 def build_trainer(numbers: StepNumbers, strategy: dict[str, Any], **options: Any) -> L.Trainer:
