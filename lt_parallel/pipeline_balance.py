@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lt_parallel.topology import require_pipeline_for_chunks, require_positive_int
+from lt_parallel.size_checks import require_pipeline_for_chunks, require_positive_int
 
 __all__ = ["LayerCosts", "balance_layout"]
 
@@ -51,8 +51,8 @@ def balance_layout(costs: LayerCosts, pp: int, vpp: int = 1) -> list[str]:
     """The layout with the smallest bottleneck stage; exact, by dynamic programming over (stages, parts placed).
 
     Among the layouts whose slowest stage is equally fast it takes the one with the smallest sum of squared costs, which
-    is the most even. All multi-token prediction layers stay together, in the last chunk of a rank, as
-    `pipeline_model_parallel_layout` asks.
+    is the most even. All multi-token prediction layers stay together, in the last chunk of a rank and, with several
+    chunks, not on rank 0, as `pipeline_model_parallel_layout` asks.
 
     Args:
         costs: Of the model's parts.
@@ -80,7 +80,7 @@ def balance_layout(costs: LayerCosts, pp: int, vpp: int = 1) -> list[str]:
     def cost_of(stage: int, first: int, end: int) -> float:
         """Of a stage with parts first to end - 1; infinite where it may not be."""
         holds_mtp = bool(costs.mtp) and first < len(parts) == end
-        if holds_mtp and stage < (vpp - 1) * pp:
+        if holds_mtp and stage < (vpp - 1) * pp + (vpp > 1):
             return math.inf
         own = before[end] - before[first]
         return own + (costs.embedding if stage == 0 else 0.0) + (costs.loss if stage == stages - 1 else 0.0)

@@ -257,7 +257,7 @@ class PipelineLayout:
             count = self._count(symbol)
             if count != needed:
                 change = f"add {needed - count}" if count < needed else f"remove {count - needed}"
-                instead = f", or set {name}={count}" if count or symbol == MTP else ""
+                instead = f", or set {name}={count or None}" if count or symbol == MTP else ""
                 yield f"{count} x {symbol}, but {name}={needed}; {change}{instead}"
 
     def _mtp_problems(self) -> Iterator[str]:
@@ -274,6 +274,12 @@ class PipelineLayout:
                 "m must be in the last chunk of its pipeline rank, which is one of the last "
                 f"pipeline_model_parallel_size={self.pipeline_model_parallel_size} stages "
                 f"({_span(first_valid, self.num_stages - 1)}), got stage {holders[0]}"
+            )
+        elif holders[0] == first_valid > 0:
+            # Megatron Core accepts it, and trains two copies of the embedding on one rank that nothing keeps equal.
+            yield (
+                f"m can't be in a later chunk of pipeline rank 0 (stage {first_valid}), whose first chunk has the "
+                f"embedding already; put it into one of the stages {_span(first_valid + 1, self.num_stages - 1)}"
             )
 
 

@@ -27,6 +27,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lt_parallel.pipeline_balance import LayerCosts, balance_layout
+from lt_parallel.size_checks import (
+    either,
+    nearest_multiples,
+    require_divisible,
+    require_pipeline_for_chunks,
+    require_positive_int,
+)
+
+__all__ = [
+    "GROUP_ALIASES",
+    "GROUP_NAMES",
+    "ExpertCoordinates",
+    "LayerCosts",
+    "ParallelSizes",
+    "RankCoordinates",
+    "balance_layout",
+    "padded_vocab_size",
+    "require_divisible",
+    "require_pipeline_for_chunks",
+    "require_positive_int",
+]
+
 # Name of a group (as `ProcessGroupCollection` and `parallel_state` name it) -> the axes that vary inside it.
 _DENSE_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -127,13 +150,13 @@ class ParallelSizes:
         product = math.prod(sizes.values())
         if self.world_size % product == 0:
             return
-        nearest = _nearest_multiples(self.world_size, self._smallest_world_size())
-        changes = [f"{name}={_either(valid)}" for name in names if (valid := self._valid_sizes(name))]
+        nearest = nearest_multiples(self.world_size, self._smallest_world_size())
+        changes = [f"{name}={either(valid)}" for name in names if (valid := self._valid_sizes(name))]
         keep = f"; or keep world_size={self.world_size} with {', or '.join(changes)}" if changes else ""
         raise ValueError(
             f"world_size={self.world_size} must be divisible by "
             f"{' x '.join(f'{name}={size}' for name, size in sizes.items())} (= {product}); "
-            f"nearest valid: world_size={_either(nearest)}{keep}"
+            f"nearest valid: world_size={either(nearest)}{keep}"
         )
 
     def _smallest_world_size(self, **changed: int) -> int:
@@ -304,51 +327,6 @@ class ParallelSizes:
             raise ValueError(f"rank={rank} is outside world_size={self.world_size}; valid: 0 to {self.world_size - 1}")
 
 
-def require_positive_int(name: str, value: object) -> int:
-    """Return `value` if it is an integer of at least 1.
-
-    Args:
-        name: What the user calls it, for the error.
-        value: The value; True and False are not integers here.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return value
-
-
-def require_pipeline_for_chunks(pipeline_model_parallel_size: int, num_model_chunks: int) -> None:
-    """Raise ValueError for several model chunks per rank without a pipeline to interleave them in."""
-    if num_model_chunks > 1 and pipeline_model_parallel_size == 1:
-        raise ValueError(
-            f"virtual_pipeline_model_parallel_size={num_model_chunks} needs "
-            "pipeline_model_parallel_size > 1, got 1; nearest valid: pipeline_model_parallel_size=2, "
-            "or no virtual_pipeline_model_parallel_size"
-        )
-
-
-def require_divisible(name: str, value: int, divisor_name: str, divisor: int) -> int:
-    """Return `value // divisor` if that leaves no remainder.
-
-    Args:
-        name: What the user calls the value.
-        value: The value.
-        divisor_name: What the user calls the divisor. A product is written with its values, such as
-            `"2 x context_parallel_size=4"` for a divisor of 8.
-        divisor: The divisor.
-
-    Raises:
-        ValueError: There is a remainder; the message names the nearest multiples.
-    """
-    if value % divisor == 0:
-        return value // divisor
-    shown = f"{divisor_name} (= {divisor})" if "=" in divisor_name else f"{divisor_name}={divisor}"
-    nearest = _either(_nearest_multiples(value, divisor))
-    raise ValueError(f"{name}={value} must be divisible by {shown}; nearest valid: {nearest}")
-
-
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tensor_model_parallel_size: int = 1) -> int:
     """The number of rows of the embedding: `vocab_size` rounded up to a multiple of `divisible_by`.
 
@@ -368,7 +346,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tensor_model_par
     ranks = require_positive_int("tensor_model_parallel_size", tensor_model_parallel_size)
     padded = -(-vocab_size // divisible_by) * divisible_by
     if padded % ranks != 0:
-        nearest = _either(_nearest(ranks, _divisors(padded)))
+        nearest = either(_nearest(ranks, _divisors(padded)))
         raise ValueError(
             f"the padded vocabulary of {padded} (vocab_size={vocab_size} rounded up to a multiple of "
             f"make_vocab_size_divisible_by={divisible_by}) must be divisible by "
@@ -397,12 +375,6 @@ def _split(rank: int, sizes: Iterable[int]) -> list[int]:
     return places
 
 
-def _nearest_multiples(value: int, divisor: int) -> list[int]:
-    """The multiples of `divisor` next to `value`, positive ones only."""
-    below = value // divisor * divisor
-    return [multiple for multiple in (below, below + divisor) if multiple > 0]
-
-
 def _divisors(number: int) -> list[int]:
     """All divisors of `number`, ascending."""
     small = [factor for factor in range(1, math.isqrt(number) + 1) if number % factor == 0]
@@ -420,10 +392,6 @@ def _factor_pair(number: int) -> list[int]:
     """The two factors of `number` that are closest to each other, the smaller first."""
     small = max(factor for factor in _divisors(number) if factor * factor <= number)
     return [small, number // small]
-
-
-def _either(values: Sequence[int]) -> str:
-    return " or ".join(map(str, values))
 
 
 _MAY_BE_NONE = frozenset({"virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"})

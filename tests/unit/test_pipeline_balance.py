@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_parallel.pipeline_balance import LayerCosts, balance_layout
 from lt_parallel.pipeline_layout import PipelineLayout
+from lt_parallel.topology import LayerCosts, balance_layout
 
 
 def stage_costs(stages: list[str], costs: LayerCosts) -> list[float]:
@@ -27,7 +27,7 @@ def every_layout(costs: LayerCosts, pp: int, vpp: int) -> list[list[str]]:
         cuts = [0, *ends, layers]
         decoder = ["t" * (end - first) for first, end in itertools.pairwise(cuts)]
         last_decoder = max(index for index, stage in enumerate(decoder) if stage)
-        places = range(max(last_decoder, (vpp - 1) * pp), stages) if costs.mtp else [stages - 1]
+        places = range(max(last_decoder, (vpp - 1) * pp + (vpp > 1)), stages) if costs.mtp else [stages - 1]
         for place in places:
             layout = list(decoder)
             layout[place] += "m" * len(costs.mtp)

@@ -146,8 +146,10 @@ def test_accepts_what_megatron_core_accepts(stages: str, pp: int, more_layers: i
         ours = PipelineLayout.parse(
             stages, num_layers=num_layers, mtp_num_layers=mtp_num_layers, pipeline_model_parallel_size=pp
         )
-    except ValueError:
-        assert not megatron_accepts(stages, pp, num_layers, mtp_num_layers)
+    except ValueError as error:
+        # The one layout that Megatron Core takes and trains wrongly; alone among the problems.
+        refused = ": m can't be in a later chunk of pipeline rank 0" in str(error)
+        assert megatron_accepts(stages, pp, num_layers, mtp_num_layers) == refused
     else:
         assert megatron_accepts(stages, pp, num_layers, mtp_num_layers)
         assert_equal_to_megatron(ours, PipelineParallelLayerLayout(stages, pp))
@@ -376,7 +378,7 @@ NO_L = "exactly one L is needed, last in the last stage, got"
         (
             "Et|tL",
             {"num_layers": 2, "mtp_num_layers": 1},
-            "0 x m, but mtp_num_layers=1; add 1, or set mtp_num_layers=0",
+            "0 x m, but mtp_num_layers=1; add 1, or set mtp_num_layers=None",
             "[0] Et  [1] tL",
         ),
         ("t|tL", {"num_layers": 2}, f"{NO_E} 0", "[0] t  [1] tL"),
@@ -439,6 +441,15 @@ NO_L = "exactly one L is needed, last in the last stage, got"
                 "(2-3), got stage 1"
             ),
             "[0] Et  [1] tm  [2] (empty)  [3] L",
+        ),
+        (
+            "Et|t|tm|L",
+            {"num_layers": 3, "mtp_num_layers": 1},
+            (
+                "m can't be in a later chunk of pipeline rank 0 (stage 2), whose first chunk has the embedding "
+                "already; put it into one of the stages 3"
+            ),
+            "[0] Et  [1] t  [2] tm  [3] L",
         ),
         (
             "Et*3|(tt|)*28,m|L",
