@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+_CPU = torch.device("cpu")
+
 
 class CoreLoop:
     """One model chunk per rank and everything that trains it.
@@ -19,9 +21,11 @@ class CoreLoop:
         config: The chunk's Megatron config.
         groups: The `ProcessGroupCollection`.
         optimizer_fields: For Megatron Core's OptimizerConfig.
+        ddp_fields: For its DistributedDataParallelConfig.
         schedule_fields: For Megatron Core's OptimizerParamScheduler.
         loader: Yields micro batches, as often as needed.
         num_microbatches: Micro batches per step.
+        device: Where the chunk is.
     """
 
     def __init__(
@@ -31,9 +35,11 @@ class CoreLoop:
         groups: Any,
         *,
         optimizer_fields: Mapping[str, Any],
+        ddp_fields: Mapping[str, Any],
         schedule_fields: Mapping[str, Any],
         loader: DataLoader[Any],
         num_microbatches: int,
+        device: torch.device = _CPU,
     ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -45,7 +51,8 @@ class CoreLoop:
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-        self.model = DistributedDataParallel(config, DistributedDataParallelConfig(), chunk, pg_collection=groups)
+        ddp_config = DistributedDataParallelConfig(**ddp_fields)
+        self.model = DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(**optimizer_fields), [self.model], use_gloo_process_groups=False, pg_collection=groups
         )
@@ -56,14 +63,17 @@ class CoreLoop:
         self._groups = groups
         self._forward_backward = get_forward_backward_func(pp_size=groups.pp.size(), vp_size=None)
         self._p2p = P2PCommunicator(pp_group=groups.pp, config=config)
-        self._loader, self._num_microbatches = loader, num_microbatches
+        self._loader, self._num_microbatches, self._device = loader, num_microbatches, device
         self._batches: Iterator[Any] = iter(loader)
-        #: Loss of each step; only on the last pipeline stage.
-        self.losses: list[float] = []
+        #: Loss of each step (a tensor, so that nothing waits for the device); only on the last pipeline stage.
+        self.losses: list[Tensor] = []
 
     def step(self) -> None:
         """One global step."""
-        batches = [next(self._batches) for _ in range(self._num_microbatches)]
+        batches = [
+            {name: value.to(self._device) for name, value in next(self._batches).items()}
+            for _ in range(self._num_microbatches)
+        ]
         micro_batch_size, seq_length = batches[0]["tokens"].shape
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -83,7 +93,7 @@ class CoreLoop:
             self.scheduler.step(1)
         if parts:
             total, count = (sum(part[index] for part in parts) for index in (0, 1))
-            self.losses.append(float((total / count).float()))
+            self.losses.append((total / count).float())
 
 
 def _forward_step(batches: Iterator[Any], chunk: Any) -> tuple[Any, Any]:

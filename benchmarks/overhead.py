@@ -96,7 +96,7 @@ class NothingModule(GPTModule):
             def set_input_tensor(self, input_tensor: Any) -> None:
                 """There is one stage only."""
 
-            def forward(self, tokens: Tensor, *args: Any, labels: Tensor) -> Tensor:
+            def forward(self, tokens: Tensor, *args: Any, **targets: Tensor) -> Tensor:
                 return self.weight.expand(tokens.shape)
 
         return Nothing()
@@ -209,12 +209,12 @@ class Alternating(L.Callback):
 
 
 def core_loop(module: GPTModule, trainer: L.Trainer, loader: DataLoader[Any], num_microbatches: int) -> CoreLoop:
-    """A plain Megatron Core loop beside a running Trainer, on the same groups, with the same first weights."""
+    """A plain Megatron Core loop beside a running Trainer: the same groups, first weights and rates."""
     strategy = trainer.strategy
     assert isinstance(strategy, MegatronParallelStrategy)
     from megatron.core.transformer import TransformerConfig
 
-    config = TransformerConfig(**strategy.settings.fields("model"))
+    config, device = TransformerConfig(**strategy.settings.fields("model")), strategy.root_device
     groups, chunks = strategy.groups, module.model_chunks
     chunk = module.build_chunk(
         config,
@@ -226,24 +226,36 @@ def core_loop(module: GPTModule, trainer: L.Trainer, loader: DataLoader[Any], nu
     module.model_chunks = nn.ModuleList([chunk])
     module.initialize_chunks(SEED)
     module.model_chunks = chunks
-    rate, min_rate = OPTIMIZER["lr"], SCHEDULE["min_lr"]
+    precision: Any = strategy.precision_plugin
+    (chunk,) = precision.convert_chunks([chunk.to(device)], config)
+    hp: Any = module.hparams
+    rates = {"weight_decay": hp.weight_decay, "lr": hp.lr, "min_lr": hp.min_lr}
+    adam = {name: hp[name] for name in ("adam_beta1", "adam_beta2", "adam_eps")}
     return CoreLoop(
         chunk,
         config,
         groups,
-        optimizer_fields={**OPTIMIZER, "optimizer": "adam", "min_lr": min_rate, "clip_grad": CLIP},
+        optimizer_fields={
+            "optimizer": "adam",
+            "clip_grad": CLIP,
+            **rates,
+            **adam,
+            **strategy.settings.fields("optimizer"),
+        },
+        ddp_fields=strategy.settings.fields("ddp"),
         schedule_fields={
             "init_lr": 0.0,
-            "max_lr": rate,
-            "min_lr": min_rate,
-            "lr_warmup_steps": WARMUP_ITERS,
-            "lr_decay_steps": DECAY_ITERS,
-            "lr_decay_style": SCHEDULE["lr_decay_style"],
-            "start_wd": OPTIMIZER["weight_decay"],
-            "end_wd": OPTIMIZER["weight_decay"],
+            "max_lr": hp.lr,
+            "min_lr": hp.min_lr,
+            "lr_warmup_steps": hp.lr_warmup_iters,
+            "lr_decay_steps": hp.lr_decay_iters,
+            "lr_decay_style": hp.lr_decay_style,
+            "start_wd": hp.weight_decay,
+            "end_wd": hp.weight_decay,
             "wd_incr_steps": 0,
             "wd_incr_style": "constant",
         },
+        device=device,
         loader=loader,
         num_microbatches=num_microbatches,
     )
@@ -335,7 +347,7 @@ def measure(case: str, blocks: int, block: int, output: Path) -> None:
             strategy=MegatronParallelStrategy(**CASES[case], num_microbatches=num_microbatches),
         )
         trainer.fit(module, loader)
-    losses = loops[0].losses
+    losses = [float(loss) for loss in loops[0].losses]
     if losses:  # the last pipeline stage
         require_equal(clock.losses, losses)
     measured = {"cpu_s": clock.cpu_s, "wall_s": clock.wall_s, "compared": len(losses), "losses": losses}

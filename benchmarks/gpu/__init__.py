@@ -1,0 +1,1 @@
+"""Measurements that need a GPU: scripts for a machine that is there for minutes only."""
