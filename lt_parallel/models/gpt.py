@@ -191,12 +191,8 @@ class GPTModule(MegatronLightningModule):
             raise ValueError(f"rotary_percent={hp.rotary_percent} must be more than 0 and at most 1")
         if hp.position_embedding_type == "rope":
             self._check_rotary()
-        elif hp.mtp_num_layers is not None:
-            # Their stage would train a copy of the learned positions that nothing keeps equal to the first stage's.
-            raise ValueError(
-                f"mtp_num_layers={hp.mtp_num_layers} needs position_embedding_type='rope', not "
-                f"{hp.position_embedding_type!r}"
-            )
+        if hp.mtp_num_layers is not None:
+            self._check_mtp()
         if self.max_position_embeddings < self.seq_length:
             raise ValueError(
                 f"max_position_embeddings={self.max_position_embeddings} must be at least seq_length={self.seq_length}"
@@ -233,6 +229,17 @@ class GPTModule(MegatronLightningModule):
             )
         if hp.rotary_base == 0:
             raise ValueError("rotary_base=0 must be positive; usual: 10000")
+
+    def _check_mtp(self) -> None:
+        hp: Any = self.hparams
+        if hp.position_embedding_type != "rope":
+            # Their stage would train a copy of the learned positions that nothing keeps equal to the first stage's.
+            raise ValueError(
+                f"mtp_num_layers={hp.mtp_num_layers} needs position_embedding_type='rope', not "
+                f"{hp.position_embedding_type!r}"
+            )
+        if hp.mtp_num_layers >= self.seq_length:
+            raise ValueError(f"mtp_num_layers={hp.mtp_num_layers} must be less than seq_length={self.seq_length}")
 
     def _check_schedule(self) -> None:
         hp: Any = self.hparams
@@ -483,6 +490,15 @@ class GPTModule(MegatronLightningModule):
     def on_test_epoch_end(self) -> None:
         """As `on_validation_epoch_end`."""
         self.on_validation_epoch_end()
+
+    def fsdp_unit_modules(self) -> list[type[nn.Module]]:
+        """What Megatron-FSDP gathers together: layers, and embedding and output layer where they share nothing."""
+        from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+        from megatron.core.transformer import TransformerLayer
+
+        ends = [LanguageModelEmbedding, ColumnParallelLinear]
+        return [TransformerLayer, *(ends if self.hparams["untie_embeddings_and_output_weights"] else [])]
 
     def layer_costs(self, settings: Settings) -> LayerCosts:
         """FLOPs of embedding (none), decoder layers, MTP heads and output layer, for `pipeline_model_parallel_layout`.

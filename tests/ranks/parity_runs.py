@@ -109,7 +109,7 @@ def train_with_trainer(
     L.seed_everything(SEED, verbose=False)
     numbers = StepNumbers()
     trainer = build_trainer(numbers, strategy, devices=world_size, **options)
-    module = GPTModule(VOCAB_SIZE, SEQ_LENGTH, **SHAPES[shape], **OPTIMIZER, **(model or {}))
+    module = GPTModule(VOCAB_SIZE, SEQ_LENGTH, **{**SHAPES[shape], **OPTIMIZER, **(model or {})})
     trainer.fit(
         module,
         DataLoader(Sequences(), batch_size=MICRO_BATCH, shuffle=True),
