@@ -33,6 +33,7 @@ from lt_parallel.plugins.precision import MegatronPrecision
 from lt_parallel.strategies.arguments import LayerBackendName, ShardingStrategy, StrategyArguments, timeout_from
 from lt_parallel.strategies.failure import Failure, FailureWatch
 from lt_parallel.strategies.launch_inputs import check_inputs
+from lt_parallel.strategies.layout_table import show_layout
 from lt_parallel.strategies.micro_batches import (
     MicroBatchLoader,
     num_samples,
@@ -367,6 +368,7 @@ class MegatronParallelStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             self.megatron_optimizer.timers = self.timers
+            show_layout(trainer, self.layout, self._wrapped, self.groups.pp, self.root_device)
         self.setup_precision_plugin()
 
     def _prepare_chunks(self, fitting: bool) -> list[Any]:
