@@ -143,12 +143,14 @@ def accumulate(whole: Block | None, block: Block) -> Block:
     """The blocks so far and one more; outputs are kept in the log-sum-exp's dtype until the end.
 
     Args:
-        whole: Of the earlier blocks, None before the first.
+        whole: Of the earlier blocks, None before the first; changed in place, so that nothing of its size is made anew.
         block: The next one, for the same queries.
     """
     output = block.output.to(block.lse.dtype)
     if whole is None:
         return Block(output, block.lse)
     lse = torch.logaddexp(whole.lse, block.lse)
-    weights = [torch.exp(part - lse).unsqueeze(-1) for part in (whole.lse, block.lse)]
-    return Block(weights[0] * whole.output + weights[1] * output, lse)
+    before, now = (torch.exp(part - lse).unsqueeze(-1) for part in (whole.lse, block.lse))
+    whole.output.mul_(before).addcmul_(output, now)
+    whole.lse.copy_(lse)
+    return whole

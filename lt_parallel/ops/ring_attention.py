@@ -107,6 +107,7 @@ class _RingAttention(torch.autograd.Function):
             seen = [view.keys(tensor) for tensor in block]
             part = attend_block(view.queries(query), *seen, causal=view.causal, scale=scale)
             whole = _accumulate_rows(whole, part, view)
+            del part, seen  # else they would be there beside the next step's
             if step < size - 1:
                 block = ring.finish()
         assert whole is not None
@@ -142,6 +143,7 @@ class _RingAttention(torch.autograd.Function):
             arrived = gradient_ring.finish() if step else [torch.zeros_like(t, dtype=lse.dtype) for t in block]
             for total, share in zip(arrived, part[1:], strict=True):
                 view.keys(total).add_(share)
+            del part, share, whole  # else they would be there beside the next step's
             gradient_ring.start(arrived)
             if step < size - 1:
                 block = block_ring.finish()
@@ -153,10 +155,5 @@ def _accumulate_rows(whole: Block | None, part: Block, view: _View) -> Block:
     """Adds a block that perhaps only some queries attended to."""
     if whole is None:
         return accumulate(None, part)
-    rows = Block(view.queries(whole.output), view.queries(whole.lse))
-    merged = accumulate(rows, part)
-    if merged.lse.size(2) == whole.lse.size(2):
-        return merged
-    rows.output.copy_(merged.output)  # in place: the early queries' rows stay
-    rows.lse.copy_(merged.lse)
+    accumulate(Block(view.queries(whole.output), view.queries(whole.lse)), part)  # the other queries' rows stay
     return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lt_parallel.models import GPTModule
@@ -118,37 +121,45 @@ def test_three_ranks_and_one_key_head() -> None:
 # ---------------------------------------------------------------- what is moved and held
 
 
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class Counting(TorchDispatchMode):
+    """Bytes that this rank hands to others in `size` ranks' exchanges, counted where they are handed over."""
+
+    KINDS = ("c10d::send", "c10d::allgather_", "c10d::alltoall_base_", "c10d::reduce_scatter_")
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self.sent = dict.fromkeys(self.KINDS, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, size = func.name(), self._size
+        if name == "c10d::send":
+            self.sent[name] += sum(map(nbytes, args[0]))
+        elif name == "c10d::allgather_":
+            self.sent[name] += sum(map(nbytes, args[1])) * (size - 1)
+        elif name in self.KINDS:
+            exchange = name == "c10d::alltoall_base_"
+            ranks = args[1].size(0) if exchange else size
+            whole = nbytes(args[1]) if exchange else sum(map(nbytes, args[1][0]))
+            self.sent[name] += whole * (ranks - 1) // ranks
+        return func(*args, **(kwargs or {}))
+
+
 def bytes_sent(kind: str) -> tuple[int, int]:
-    """Bytes that this rank hands to others, forward and backward, counted where they are handed over."""
+    """Forward and backward."""
     init_gloo()
     group: Any = dist.group.WORLD
-    size = group.size()
-    counted = [0]
     hierarchical = hierarchy(kind)
-
-    def nbytes(tensor: Tensor) -> int:
-        return tensor.numel() * tensor.element_size()
-
-    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = func.name()
-            if name == "c10d::send":
-                counted[0] += sum(map(nbytes, args[0]))
-            elif name == "c10d::allgather_":
-                counted[0] += sum(map(nbytes, args[1])) * (size - 1)
-            elif name in ("c10d::alltoall_base_", "c10d::reduce_scatter_"):
-                exchange = name == "c10d::alltoall_base_"
-                ranks = args[1].size(0) if exchange else size
-                whole = nbytes(args[1]) if exchange else sum(map(nbytes, args[1][0]))
-                counted[0] += whole * (ranks - 1) // ranks
-            return func(*args, **(kwargs or {}))
-
     parts = [torch.randn(BATCH, heads, 8, CHANNELS, requires_grad=True) for heads in (8, 4, 4)]
-    with Counting():
+    with Counting(group.size()) as counting:
         output = context_parallel_attention(*parts, kind, group, hierarchical, causal=True, scale=SCALE)
-        forward, counted[0] = counted[0], 0
+        forward = sum(counting.sent.values())
         output.sum().backward()
-    return forward, counted[0]
+    return forward, sum(counting.sent.values()) - forward
 
 
 QUERY_BYTES, KEY_BYTES = BATCH * 8 * 8 * CHANNELS * 4, BATCH * 4 * 8 * CHANNELS * 4
@@ -170,6 +181,95 @@ FORMULAS = {
 def test_bytes_sent_are_the_formula_s(kind: str) -> None:
     for rank in run_ranks(bytes_sent, CP, kind):
         assert rank == FORMULAS[kind]
+
+
+class CountedStep(StepNumbers):
+    """Counts the first step."""
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.counting = Counting(2)
+        self.counting.__enter__()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        self.counting.__exit__(None, None, None)
+
+
+def bytes_of_a_step(comm_types: list[str]) -> dict[str, int]:
+    L.seed_everything(SEED, verbose=False)
+    step = CountedStep()
+    strategy = {"context_parallel_size": 2, "cp_comm_type": comm_types, "num_microbatches": 1}
+    trainer = build_trainer(step, strategy, devices=2, max_steps=1, limit_val_batches=0)
+    trainer.fit(GPTModule(VOCAB_SIZE, SEQ_LENGTH, **LLAMA), DataLoader(Sequences(8), batch_size=MICRO_BATCH))
+    return step.counting.sent
+
+
+def test_each_layer_of_a_model_sends_what_its_own_way_costs() -> None:
+    """Whole keys and values: MICRO_BATCH x 4 groups x SEQ_LENGTH x 8 channels in fp32; twice as many query heads."""
+    keys_and_values = 2 * MICRO_BATCH * 4 * SEQ_LENGTH * 8 * 4
+    ring = keys_and_values // 2  # (cp - 1) / cp of them, forward
+    gather, scatter = 2 * ring, ring  # forward and backward; their gradients
+    exchange = (2 * 2 + 2) * keys_and_values // 2 // 2 // 2  # q, k, v and the output: half of a half of each
+    for sent in run_ranks(bytes_of_a_step, 2, ["p2p", "all_gather", "a2a", "p2p"]):
+        assert sent == {
+            "c10d::send": 2 * (ring + ring + 2 * ring),  # two layers: forward, backward, gradients to their home
+            "c10d::allgather_": gather,
+            "c10d::reduce_scatter_": scatter,
+            "c10d::alltoall_base_": 2 * exchange,
+        }
+
+
+class Live(TorchDispatchMode):
+    """Bytes of tensors that are alive, and their peak: what PyTorch's operators gave and nobody has dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: set[int] = set()
+        self._now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._hold(tensor.untyped_storage())
+        return result
+
+    def _hold(self, storage: Any) -> None:
+        if storage._cdata not in self._held:
+            self._held.add(storage._cdata)
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+
+    def _drop(self, address: int, size: int) -> None:
+        self._held.discard(address)
+        self._now -= size
+
+
+def peak_bytes(length: int) -> list[int]:
+    """Of ring attention over a whole sequence of this length, causal and not, forward and backward, with its inputs."""
+    init_gloo()
+    group: Any = dist.group.WORLD
+    peaks = []
+    for causal in (True, False):
+        with Live() as live:
+            shapes = [(BATCH, heads, length // group.size(), CHANNELS) for heads in (8, 4, 4)]
+            parts = [torch.randn(shape, requires_grad=True) for shape in shapes]
+            output = context_parallel_attention(*parts, "p2p", group, None, causal=causal, scale=SCALE)
+            output.backward(torch.ones_like(output))
+        peaks.append(live.peak)
+        del parts, output
+    return peaks
+
+
+def test_peak_memory_of_the_ring_falls_with_the_number_of_ranks() -> None:
+    """At a fixed length. One rank has no block under way, two have no third one; from there on it's exactly 1 / cp."""
+    every = [run_ranks(peak_bytes, size, 256) for size in (1, 2, 4, 8)]
+    for ranks in zip(*(zip(*size, strict=True) for size in every), strict=True):  # causal, then not
+        one, two, four, eight = map(set, ranks)
+        assert four == {2 * peak for peak in eight}
+        assert max(two) <= 0.66 * max(one)
+        assert max(four) <= 0.56 * max(two)
 
 
 def saved_bytes(kind: str, length: int) -> int:
