@@ -86,7 +86,35 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|L"},
     ),
+    "layout E|tt|tt|L over pp4": (
+        4,
+        {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "E|t*2|t*2|L"},
+    ),
+    "layout of names E|tt|tt|L over pp2": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": [["embedding"], ["decoder", "decoder"], ["decoder", "decoder"], ["loss"]],
+        },
+    ),
+    "pp2 one layer per virtual stage": (
+        2,
+        {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    ),
 }
+#: Pairs of what they combine are in the matrix of `test_parity_matrix.py` as well.
+RARE = (
+    "dp4",
+    "dp4+optim",
+    "tp4+sp",
+    "tp2 pp2 sp dp2",
+    "tp2 pp2 sp dp2 optim",
+    "cp4 a2a+p2p",
+    "cp2 tp2 sp dp2 optim",
+    "cp2 pp2 vpp2",
+    "layout of names E|tt|tt|L over pp2",
+    "pp2 one layer per virtual stage",
+)
 
 LOSS_TOLERANCE = 5e-6  # absolute, nats
 GRAD_NORM_TOLERANCE = 5e-5  # relative
@@ -118,12 +146,16 @@ def test_single_process_equals_bare_megatron_core(shape: str) -> None:
 
 
 def _cases() -> list[Any]:
-    """Every layout with both shapes; of context parallelism, which shares its attention, one with GPT-2's is quick."""
+    """Every layout with both shapes; what is quick has one shape where both go the same way."""
     return [
         pytest.param(layout, shape, marks=[pytest.mark.slow] if slow else [])
         for layout in LAYOUTS
         for shape in ("gpt2", "llama")
-        for slow in [layout.startswith("cp") and shape == "gpt2" and layout != "cp2 p2p"]
+        for slow in [
+            layout in RARE
+            or (layout.startswith("cp") and shape == "gpt2" and layout != "cp2 p2p")
+            or (layout.startswith("layout E|") and shape == "llama")
+        ]
     ]
 
 
