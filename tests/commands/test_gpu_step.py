@@ -52,6 +52,8 @@ def test_without_a_gpu_it_says_so_in_one_line(
     assert shown.err.count("\n") == 1 and "no CUDA device" in shown.err and "--device cpu --shape tiny" in shown.err
     assert command(monkeypatch, "--device=cpu", f"--out={tmp_path}/nowhere/r.json") == 2
     assert capsys.readouterr().err == f"benchmarks.gpu.step: --out: there is no folder {tmp_path}/nowhere\n"
+    assert command(monkeypatch, "--device=cpu", "--tests") == 2
+    assert capsys.readouterr().err == "benchmarks.gpu.step: --tests needs a CUDA device\n"
 
 
 def test_what_failed_and_what_was_left_out_is_in_the_table(
