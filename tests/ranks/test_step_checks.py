@@ -101,6 +101,52 @@ def test_a_whole_model_with_tied_embeddings_on_a_stage_of_their_own_is_not_warne
     assert run_ranks(fit_gpt, 2, GPTModule, strategy, {}) == [[], []]
 
 
+class OneExpert(GPTModule):
+    """The router sends every token to the first expert, and the others' code isn't run."""
+
+    @override
+    def build_chunk(self, config: Any, **place: Any) -> nn.Module:
+        chunk: Any = super().build_chunk(config, **place)
+        for layer in chunk.decoder.layers:
+            layer.mlp.router.register_forward_hook(self._to_the_first)
+            for expert in layer.mlp.experts.local_experts[1:]:
+                expert.register_forward_hook(lambda module, args, result: (args[0].detach(), None))
+        return chunk
+
+    @staticmethod
+    def _to_the_first(module: nn.Module, args: Any, result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        probabilities, routes = (torch.zeros_like(part) for part in result)
+        probabilities[:, 0], routes[:, 0] = result[0].sum(-1), True
+        return probabilities, routes
+
+
+def test_experts_without_a_token_are_not_warned_of() -> None:
+    experts = {"num_moe_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    model = {"add_bias_linear": False, "swiglu": True}
+    assert run_ranks(fit_gpt, 1, OneExpert, {"config_overrides": experts}, model) == [[]]
+
+
+class Nothing(Sequences):
+    """No token counts."""
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**super().__getitem__(index), "loss_mask": torch.zeros(SEQ_LENGTH)}
+
+
+def fit_nothing() -> tuple[list[float], list[float], bool]:
+    L.seed_everything(SEED, verbose=False)
+    numbers = StepNumbers()
+    trainer = build_trainer(numbers, PP2, devices=2, max_steps=2, limit_val_batches=0)
+    module = GPTModule(VOCAB_SIZE, SEQ_LENGTH, **GPT2, **OPTIMIZER)
+    trainer.fit(module, DataLoader(Nothing(), batch_size=MICRO_BATCH))
+    return numbers.losses, numbers.grad_norms, all(bool(part.isfinite().all()) for part in module.parameters())
+
+
+def test_a_step_in_which_no_token_counts_changes_nothing_for_the_worse() -> None:
+    assert run_ranks(fit_nothing, 2) == [([0.0, 0.0], [0.0, 0.0], True)] * 2
+
+
 # ---------------------------------------------------------------- plain modules
 
 
