@@ -1,4 +1,7 @@
-"""Every recipe is parsed, and its rules are checked at the number of ranks it is meant for, without starting any."""
+"""Every recipe is parsed, and its rules are checked at the number of ranks it is meant for, without starting any.
+
+Building its stages and training the tiny ones: `tests/recipes`.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,22 @@ from lt_parallel.models import GPTModule
 from lt_parallel.recipe_files import recipe_path
 from lt_parallel.settings import Settings
 from lt_parallel.strategies import MegatronParallelStrategy
+from tests.recipes.contents import RECIPES, SIBLINGS, arguments, content, sizes
 
-RECIPES = sorted(path.stem for path in recipe_path("gpt_tiny").parent.glob("*.yaml"))
 #: Ranks, data-parallel size, micro batches per step.
-MEANT_FOR = {"gpt_tiny": (1, 1, 8), "gpt2_124m": (8, 8, 5), "llama3_8b": (32, 4, 32)}
+MEANT_FOR = {
+    "gpt_tiny": (1, 1, 8),
+    "gpt2_124m": (8, 8, 5),
+    "gpt3_175b": (1024, 16, 96),
+    "gpt3_175b_tiny": (8, 2, 4),
+    "llama3_8b": (32, 4, 32),
+    "llama3_8b_128k": (64, 2, 16),
+    "llama3_8b_128k_tiny": (4, 1, 2),
+    "llama3_70b": (256, 8, 64),
+    "llama3_70b_tiny": (8, 2, 4),
+}
+#: What a tiny recipe has in other numbers, or besides: how long it runs and that it has no run to go on with.
+OF_A_TINY_RUN = {"max_epochs", "num_sanity_val_steps", "enable_model_summary"}
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +63,45 @@ def test_recipe_fits_the_ranks_it_is_meant_for(name: str) -> None:
 def test_large_recipes_measure_their_throughput(name: str) -> None:
     monitors = [callback for callback in _parse(name).trainer.callbacks if isinstance(callback, ThroughputMonitor)]
     assert len(monitors) == (0 if name == "gpt_tiny" else 1)
+
+
+def test_every_large_recipe_with_parallelism_of_several_kinds_has_a_tiny_sibling() -> None:
+    assert set(SIBLINGS) == {"gpt3_175b", "llama3_8b_128k", "llama3_70b"}
+
+
+@pytest.mark.parametrize("large", SIBLINGS)
+def test_a_tiny_recipe_has_the_options_of_its_large_one(large: str) -> None:
+    tiny = SIBLINGS[large]
+    for part in ("strategy", "model"):
+        ours, theirs = arguments(tiny, part), arguments(large, part)
+        assert list(ours) == list(theirs)
+        assert {k: v for k, v in ours.items() if not _is_size(v)} == {
+            k: v for k, v in theirs.items() if not _is_size(v)
+        }
+    ours, theirs = content(tiny)["trainer"], content(large)["trainer"]
+    assert set(ours) - OF_A_TINY_RUN == set(theirs)
+    assert ours["precision"] == theirs["precision"]
+    assert [_options(each) for each in ours["callbacks"]] == [_options(each) for each in theirs["callbacks"]]
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _options(callback: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Its class and arguments, without the numbers."""
+    given = callback.get("init_args", {})
+    return callback["class_path"], {name: None if _is_size(value) else value for name, value in given.items()}
+
+
+@pytest.mark.parametrize("large", SIBLINGS)
+def test_a_tiny_recipe_cuts_the_model_in_the_same_ways(large: str) -> None:
+    kinds = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    big, small = sizes(large), sizes(SIBLINGS[large])
+    assert [getattr(small, kind) > 1 for kind in kinds] == [getattr(big, kind) > 1 for kind in kinds]
+    settings = [_resolve(_parse(name)).sizes.virtual_pipeline_model_parallel_size for name in (large, SIBLINGS[large])]
+    assert (settings[0] is None) == (settings[1] is None)
+    assert small.world_size <= 8
 
 
 def test_llama_has_the_size_of_its_name() -> None:
@@ -106,5 +160,5 @@ def test_a_layout_that_does_not_fit_a_recipe_is_refused() -> None:
 
 
 def test_unknown_recipe_names_the_others() -> None:
-    with pytest.raises(ValueError, match="no recipe 'gpt_tyni'; there are gpt2_124m, gpt_tiny"):
+    with pytest.raises(ValueError, match="no recipe 'gpt_tyni'; there are gpt2_124m, gpt3_175b"):
         recipe_path("gpt_tyni")
