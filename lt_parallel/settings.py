@@ -261,6 +261,16 @@ def _heads_exchange(settings: Settings, kind: str, ranks: int) -> None:
             )
 
 
+def _fully_sharded_fits(settings: Settings) -> None:
+    """Megatron-FSDP makes its meshes of data- and tensor-parallel ranks alone."""
+    strategy, pp = settings.get("ddp", "data_parallel_sharding_strategy"), settings.sizes.pipeline_model_parallel_size
+    if settings.get("ddp", "use_megatron_fsdp") and pp > 1:
+        raise ValueError(
+            f"data_parallel_sharding_strategy={strategy!r} can't be combined with pipeline_model_parallel_size={pp}: "
+            "Megatron-FSDP knows data and tensor parallelism only; use 'optim', or pipeline_model_parallel_size=1"
+        )
+
+
 def _overlaps_fit(settings: Settings) -> None:
     """What each overlap needs."""
     reduces, gathers = bool(settings.get("ddp", "overlap_grad_reduce")), settings.get("ddp", "overlap_param_gather")
@@ -317,6 +327,7 @@ RULES: tuple[Callable[[Settings], None], ...] = (
     _ffn_divides,
     _sequence_divides,
     _cp_comm_type_fits,
+    _fully_sharded_fits,
     _overlaps_fit,
     _tp_comm_fits,
     _p2p_fits,

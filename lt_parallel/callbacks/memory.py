@@ -28,8 +28,10 @@ import lightning.pytorch as L
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lt_parallel.loggers import log_table
+from lt_parallel.strategies.fully_sharded import is_fully_sharded
 from lt_parallel.strategies.megatron import MegatronParallelStrategy, megatron_strategy
 from lt_parallel.strategies.step_log import log_values
 from lt_parallel.topology import ParallelSizes, require_positive_int
@@ -194,9 +196,10 @@ def held_bytes(
         device: Of the run; what lies elsewhere isn't counted.
     """
     seen: set[int] = set()
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    parameters = [parameter for chunk in chunks for parameter in _parameters(chunk)]
     stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     gradients = [getattr(p, name, None) for p in (*parameters, *stepped) for name in ("main_grad", "grad")]
+    gradients += [group.main_grad_buffer.data for chunk in chunks for group in _buffers(chunk) if group.requires_grad]
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     return HeldBytes(
         parameters=_new_bytes(parameters, device, seen),
@@ -205,10 +208,24 @@ def held_bytes(
     )
 
 
+def _parameters(chunk: nn.Module) -> Iterable[Tensor]:
+    """A chunk's weights; of one in Megatron-FSDP this rank's share of them, and what is gathered."""
+    if not is_fully_sharded(chunk):
+        return chunk.parameters()
+    return [*(group.model_weight_buffer.data for group in _buffers(chunk)), *chunk.module.raw_param.values()]
+
+
+def _buffers(chunk: nn.Module) -> list[Any]:
+    """Megatron-FSDP's buffers by group of parameters."""
+    return list(chunk.param_and_grad_buffer.parameter_groups) if is_fully_sharded(chunk) else []
+
+
 def _new_bytes(values: Iterable[Any], device: torch.device, seen: set[int]) -> int:
     """Bytes of the tensors' storages that haven't been seen; now they have."""
     total = 0
     for value in values:
+        if isinstance(value, DTensor):
+            value = value.to_local()
         if not isinstance(value, Tensor) or value.device.type != device.type:
             continue
         storage = value.untyped_storage()

@@ -1,4 +1,7 @@
-"""Checkpoints as directories: Megatron Core's `torch_dist` format for tensors, one small file for the trainer's state.
+"""Checkpoints as directories: the tensors by rank, and one small file for the trainer's state.
+
+Tensors are in Megatron Core's `torch_dist` format; those of Megatron-FSDP, which are DTensors, as
+`torch.distributed.checkpoint` writes them (Megatron Core calls that `fsdp_dtensor`).
 
 Every rank writes its shard of the parameters and optimizer states. What Lightning adds (loops, callbacks, schedulers,
 hyper-parameters) is equal on all ranks and goes into `trainer.pt`, which is read back with `weights_only`, so nothing
@@ -16,9 +19,14 @@ from typing import Any, override
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import CheckpointIO
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 TRAINER_FILE = "trainer.pt"
+#: The two forms of the tensors; the trainer's file says which, under `sharded_format`.
+TORCH_DIST, FSDP_DTENSOR = "torch_dist", "fsdp_dtensor"
 #: Entries of Lightning's checkpoint dictionary that hold Megatron Core's sharded tensors.
+_MODEL_PREFIX, _GROUPS = "state_dict.", "optimizer_groups"
 SHARDED_KEYS = ("state_dict", "optimizer_states", "rng_state")
 
 
@@ -40,8 +48,6 @@ class MegatronCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise ValueError(f"storage_options={storage_options!r}: checkpoints are written to a file system path only")
-        from megatron.core import dist_checkpointing
-
         target = Path(path).absolute()
         _require_replaceable(target)
         partial = target.with_name(f".{target.name}.partial")
@@ -50,10 +56,16 @@ class MegatronCheckpointIO(CheckpointIO):
             partial.mkdir(parents=True)
         _barrier()
         sharded = {key: checkpoint[key] for key in SHARDED_KEYS if key in checkpoint}
-        _keep_results_in_this_process()
-        dist_checkpointing.save(sharded, str(partial))
+        trainer = {key: checkpoint[key] for key in checkpoint if key not in SHARDED_KEYS}
+        if checkpoint.get("sharded_format") == FSDP_DTENSOR:
+            trainer |= _save_dtensors(sharded, partial)
+        else:
+            from megatron.core import dist_checkpointing
+
+            _keep_results_in_this_process()
+            dist_checkpointing.save(sharded, str(partial))
         if _rank() == 0:
-            torch.save({key: checkpoint[key] for key in checkpoint if key not in SHARDED_KEYS}, partial / TRAINER_FILE)
+            torch.save(trainer, partial / TRAINER_FILE)
             _publish(partial, target)
         _barrier()
 
@@ -94,32 +106,76 @@ class MegatronCheckpointIO(CheckpointIO):
                 kind += f"; the one before it is {replaced}: move it to {directory.name}"
             raise FileNotFoundError(f"{directory}: {kind}")
 
-    def tensor_shapes(self, path: _PATH) -> dict[str, tuple[int, ...]]:
-        """Global shapes of the tensors in a checkpoint directory, by global name."""
+    def tensor_shapes(self, path: _PATH, sharded_format: str) -> dict[str, tuple[int, ...]]:
+        """Global shapes of the tensors in a checkpoint directory, by global name.
+
+        Args:
+            path: A checkpoint directory.
+            sharded_format: Of its tensors.
+        """
+        if sharded_format == FSDP_DTENSOR:
+            found = FileSystemReader(Path(path).absolute()).read_metadata().state_dict_metadata
+            tensors = {name: value for name, value in found.items() if isinstance(value, TensorStorageMetadata)}
+            model = {name: value for name, value in tensors.items() if name.startswith(_MODEL_PREFIX)}
+            return {name.removeprefix(_MODEL_PREFIX): tuple(value.size) for name, value in model.items()}
         from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 
-        found = load_tensors_metadata(str(Path(path).absolute()))
-        return {entry.key: tuple(entry.global_shape) for entry in found.values()}
+        described = load_tensors_metadata(str(Path(path).absolute()))
+        return {entry.key: tuple(entry.global_shape) for entry in described.values()}
 
-    def load_sharded(self, path: _PATH, template: dict[str, Any]) -> dict[str, Any]:
+    def load_sharded(
+        self, path: _PATH, template: dict[str, Any], sharded_format: str, *, strict: bool = True
+    ) -> dict[str, Any]:
         """Reads this rank's shards; collective.
 
         Args:
             path: A checkpoint directory.
             template: Sharded tensors that say which part of which tensor goes where.
+            sharded_format: Of the directory's tensors.
+            strict: Whether all of the template has to be there.
 
         Returns:
-            The template's structure with the tensors read.
+            The template's structure with the tensors read; DTensors are read in place.
         """
+        directory = Path(path).absolute()
+        if sharded_format == FSDP_DTENSOR:
+            return _load_dtensors(directory, template, strict=strict)
         from megatron.core import dist_checkpointing
 
-        loaded: dict[str, Any] = dist_checkpointing.load(template, str(Path(path).absolute()))
+        loaded: dict[str, Any] = dist_checkpointing.load(template, str(directory))
         return loaded
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
         """Removes a checkpoint directory; called on one rank."""
         shutil.rmtree(path)
+
+
+def _save_dtensors(sharded: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Writes the tensors; returns what of the optimizer isn't a tensor, for the trainer's file."""
+    tensors, groups = _without_groups(sharded)
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=directory)
+    return {} if groups is None else {_GROUPS: groups}
+
+
+def _load_dtensors(directory: Path, template: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Reads into the template's tensors."""
+    tensors, groups = _without_groups(template)
+    planner = DefaultLoadPlanner(allow_partial_load=not strict)
+    torch.distributed.checkpoint.load(tensors, checkpoint_id=directory, planner=planner)
+    loaded = dict(template)
+    if groups is not None:
+        trainer = torch.load(directory / TRAINER_FILE, map_location="cpu", weights_only=True)
+        loaded["optimizer_states"] = [{**template["optimizer_states"][0], "groups": trainer[_GROUPS]}]
+    return loaded
+
+
+def _without_groups(sharded: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+    """What goes into the tensors' files, and the optimizer's groups, which are plain values."""
+    if not sharded.get("optimizer_states"):
+        return sharded, None
+    (optimizer,) = sharded["optimizer_states"]
+    return {**sharded, "optimizer_states": optimizer["state"]}, optimizer["groups"]
 
 
 def _require_replaceable(target: Path) -> None:

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
+
+from lt_parallel.strategies.fully_sharded import FSDP_STRATEGIES
 from lt_parallel.topology import ParallelSizes, require_positive_int
 
 if TYPE_CHECKING:
     from lt_parallel.settings import Settings
 
-ShardingStrategy = Literal["no_shard", "optim"]
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 LayerBackendName = Literal["auto", "torch", "transformer_engine"]
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 OWNER = "MegatronParallelStrategy"
@@ -115,9 +118,40 @@ class StrategyArguments:
             calculate_per_token_loss=True,
             deallocate_pipeline_outputs=True,
         )
-        sharded = self.data_parallel_sharding_strategy == "optim"
+        self._contribute_sharding(settings)
+
+    def _contribute_sharding(self, settings: Settings) -> None:
+        """`optim` is Megatron Core's distributed optimizer; what also shards gradients is Megatron-FSDP."""
+        strategy = self.data_parallel_sharding_strategy
+        sharded = strategy != "no_shard"
         settings.contribute(OWNER, "ddp", use_distributed_optimizer=sharded)
         settings.contribute(OWNER, "optimizer", use_distributed_optimizer=sharded)
+        if strategy not in FSDP_STRATEGIES:
+            return
+        owner = f"{OWNER}(data_parallel_sharding_strategy={strategy!r})"
+        settings.contribute(
+            owner,
+            "ddp",
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=strategy,
+            overlap_grad_reduce=True,
+            gradient_reduce_div_fusion=False,
+            **_precision_of_sharding(settings),
+        )
+        if strategy == "optim_grads_params":
+            # Between steps the module shows its cut parameters; one gathered ahead would have to be dropped for that.
+            settings.contribute(owner, "ddp", overlap_param_gather=True, fsdp_all_gather_in_start_param_sync=False)
+
+
+def _precision_of_sharding(settings: Settings) -> dict[str, Any]:
+    """Megatron-FSDP's dtypes for the run's precision: no second copy of fp32 parameters, gradient sums as with DDP."""
+    fp32 = settings.get("model", "params_dtype") == torch.float32
+    gradients = torch.float32 if fp32 or settings.get("ddp", "grad_reduce_in_fp32") else None
+    return {
+        "megatron_fsdp_main_params_dtype": None if fp32 else torch.float32,
+        "megatron_fsdp_main_grads_dtype": gradients,
+        "megatron_fsdp_grad_comm_dtype": gradients,
+    }
 
 
 def timeout_from(minutes: Any) -> timedelta:

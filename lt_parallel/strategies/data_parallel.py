@@ -1,7 +1,8 @@
 """Wrapping model chunks for data parallelism, and keeping their parameters whole when they are read outside a step.
 
 `no_shard` and `optim` use Megatron Core's `DistributedDataParallel`: gradients in contiguous buffers, reduced by
-all-reduce or reduce-scatter, parameters gathered after (or, with overlap, just before) their use.
+all-reduce or reduce-scatter, parameters gathered after (or, with overlap, just before) their use. The strategies that
+also cut gradients and parameters are in `fully_sharded.py`.
 """
 
 from __future__ import annotations
@@ -59,15 +60,16 @@ def wrap_chunks(
     return wrapped
 
 
-def copy_from_first_rank(wrapped: DistributedDataParallel, module: nn.Module, groups: Any) -> None:
+def copy_from_first_rank(module: nn.Module, groups: Any) -> None:
     """Gives every data-parallel rank the parameters and buffers of the first one.
 
     Args:
-        wrapped: The wrapped chunk.
-        module: The module inside.
+        module: A module that isn't cut.
         groups: The `ProcessGroupCollection`.
     """
-    wrapped.broadcast_params()
+    if groups.dp_cp.size() > 1:
+        for parameter in module.parameters():
+            torch.distributed.broadcast(parameter.data, group=groups.dp_cp, group_src=0)
     copy_buffers_from_first_rank(module, groups)
 
 
@@ -80,9 +82,8 @@ def copy_buffers_from_first_rank(module: nn.Module, groups: Any) -> None:
     """
     if groups.dp_cp.size() == 1:
         return
-    source = torch.distributed.get_global_rank(groups.dp_cp, 0)
     for buffer in module.buffers():
-        torch.distributed.broadcast(buffer, src=source, group=groups.dp_cp)
+        torch.distributed.broadcast(buffer, group=groups.dp_cp, group_src=0)
 
 
 def connect_schedule(config: TransformerConfig, wrapped: Sequence[DistributedDataParallel]) -> None:

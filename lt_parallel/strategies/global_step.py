@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lt_parallel.strategies.data_parallel import copy_buffers_from_first_rank, whole_parameters
+from lt_parallel.strategies.fully_sharded import as_many_everywhere, evaluated_by_all, is_fully_sharded
 from lt_parallel.strategies.log_capture import logs_weighted_by, one_log_per_step
 from lt_parallel.strategies.micro_batches import num_samples
 from lt_parallel.strategies.model_chunks import is_chunked
@@ -35,8 +37,10 @@ class GlobalStep:
         self, module: L.LightningModule, wrapped: Sequence[Any], config: Any, groups: Any, device: torch.device
     ) -> None:
         self._module, self._wrapped, self._groups = module, wrapped, groups
+        self._device = device
         self._chunked = is_chunked(module)
-        shape = module.micro_batch_shape if is_chunked(module) else None
+        self._gathers = any(is_fully_sharded(chunk) for chunk in wrapped)
+        shape = module.micro_batch_shape if is_chunked(module) and groups.pp.size() > 1 else None
         self._schedule = StepSchedule(wrapped, config, groups, shape, device)
         self._reducer = StepMetricsReducer(groups.dp_cp, groups.pp, device)
         self._unused = UnusedParameters(wrapped, device)
@@ -81,7 +85,11 @@ class GlobalStep:
         with whole_parameters(self._wrapped):
             if not self._chunked:
                 return self._evaluate_plain(method, batch, args)
-            metrics = self._schedule.run(batch, self._chunk_step(method, *args), self._loss_function, forward_only=True)
+            num_counted = len(batch)
+            if self._gathers:
+                batch = as_many_everywhere(batch, self._groups.dp_cp, self._device)
+            step = self._chunk_step(method, *args)
+            metrics = self._schedule.run(batch, step, self._loss_function, forward_only=True, num_counted=num_counted)
         reduced = self._reducer.reduce(metrics)
         for name, value in reduced.items():
             if name != "loss":
@@ -109,7 +117,7 @@ class GlobalStep:
 
     def _chunk_step(self, method: str, *args: Any) -> Callable[[Any, Any], Any]:
         if not self._chunked:
-            return lambda batch, chunk: chunk(batch, *args)
+            return lambda batch, chunk: chunk(method, batch, *args)
 
         def step(batch: Any, chunk: nn.Module) -> Any:
             self._activate(chunk)
@@ -122,10 +130,11 @@ class GlobalStep:
         self._module.__dict__["active_chunk"] = chunk
 
     def _evaluate_plain(self, method: str, batch: list[Any], args: Any) -> Any:
-        output = None
-        for micro_batch in batch:
-            with logs_weighted_by(self._module, num_samples(micro_batch)):
-                output = getattr(self._module, method)(micro_batch, *args)
+        output, chunk = None, self._wrapped[0]
+        with evaluated_by_all(chunk, len(batch), self._groups.dp_cp) if self._gathers else nullcontext():
+            for micro_batch in batch:
+                with logs_weighted_by(self._module, num_samples(micro_batch)):
+                    output = chunk(method, micro_batch, *args)
         return output
 
 

@@ -32,6 +32,7 @@ from lt_parallel.plugins.checkpoint_io import MegatronCheckpointIO
 from lt_parallel.plugins.precision import MegatronPrecision
 from lt_parallel.strategies.arguments import LayerBackendName, ShardingStrategy, StrategyArguments, timeout_from
 from lt_parallel.strategies.failure import Failure, FailureWatch
+from lt_parallel.strategies.fully_sharded import cut_again, fully_shard, hold_whole, is_fully_sharded
 from lt_parallel.strategies.launch_inputs import check_inputs
 from lt_parallel.strategies.layout_table import show_layout
 from lt_parallel.strategies.micro_batches import (
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from lt_parallel.settings import Settings
     from lt_parallel.strategies.global_step import GlobalStep
     from lt_parallel.strategies.optimizer import MegatronOptimizer
+    from lt_parallel.strategies.sharded_state import ShardedState
     from lt_parallel.topology import ParallelSizes
 
 TBroadcast = TypeVar("TBroadcast")
@@ -101,8 +103,9 @@ class MegatronParallelStrategy(ParallelStrategy):
         hierarchical_context_parallel_sizes: For "a2a+p2p": ranks that exchange heads, and ranks of the ring.
         expert_model_parallel_size: Ranks that the experts of an MoE layer are spread over.
         expert_tensor_parallel_size: Tensor parallelism inside experts; None: tensor_model_parallel_size.
-        data_parallel_sharding_strategy: "no_shard" keeps everything on every data-parallel rank; "optim" shards the
-            optimizer's states and main parameters (Megatron's distributed optimizer).
+        data_parallel_sharding_strategy: What is cut over the data-parallel ranks: "no_shard" nothing; "optim" the
+            optimizer's states and main parameters (Megatron's distributed optimizer); "optim_grads" the gradients as
+            well; "optim_grads_params" also the parameters (both by Megatron-FSDP, without pipeline parallelism).
         num_microbatches: Micro batches per global step and data-parallel rank. None: 1, or derived from
             global_batch_size.
         global_batch_size: Samples per global step; num_microbatches = global_batch_size / (DataLoader batch_size x
@@ -356,12 +359,12 @@ class MegatronParallelStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._wrapped:
+        if self._wrapped and not self._stays_cut():
             # An earlier run's wrappers are held by cycles, and hooks on the parameters live as long as they do.
             self._wrapped, self._global_step = [], None
             self._reset_optimizers_and_schedulers()
             gc.collect()
-        self._wrapped = self._prepare_chunks(fitting)
+        self._prepare_chunks(fitting)
         self.model_config.timers = self.timers
         self._global_step = GlobalStep(self._module, self._wrapped, self.model_config, self.groups, self.root_device)
         self._reset_optimizers_and_schedulers()
@@ -371,20 +374,30 @@ class MegatronParallelStrategy(ParallelStrategy):
             show_layout(trainer, self.layout, self._wrapped, self.groups.pp, self.root_device)
         self.setup_precision_plugin()
 
-    def _prepare_chunks(self, fitting: bool) -> list[Any]:
-        """This rank's chunks in the run's dtype, and in Megatron Core's DDP when they are to be trained."""
+    def _stays_cut(self) -> bool:
+        """Whether Megatron-FSDP has cut this very module: that can't be undone, and it serves every kind of run."""
+        chunk, parameter = self._wrapped[0], next(self._module.parameters(), None)
+        return is_fully_sharded(chunk) and any(each is parameter for each in chunk.parameters())
+
+    def _prepare_chunks(self, fitting: bool) -> None:
+        """Takes this rank's chunks in the run's dtype; wraps those that are to be trained, or cut in any case."""
         from lt_parallel.strategies.data_parallel import connect_schedule, copy_from_first_rank, wrap_chunks
 
         module = self._module
-        chunks = self._chunks_in_precision()
-        if not fitting:
-            return chunks
-        ddp_config = config_classes(module)["ddp"](**self.settings.fields("ddp"))
-        wrapped = wrap_chunks(chunks, self.model_config, ddp_config, self.groups)
-        if not is_chunked(module):  # its weights come from each rank's own generator
-            copy_from_first_rank(wrapped[0], module, self.groups)
-        connect_schedule(self.model_config, wrapped)
-        return wrapped
+        cut = self.settings.get("ddp", "use_megatron_fsdp", False)
+        if not self._wrapped:
+            self._wrapped = self._chunks_in_precision()
+            ddp_config = config_classes(module)["ddp"](**self.settings.fields("ddp"))
+            if (fitting or cut) and not is_chunked(module):  # its weights come from each rank's own generator
+                copy_from_first_rank(module, self.groups)
+            if cut:
+                self._wrapped = [fully_shard(module, self._wrapped[0], self.model_config, ddp_config, self.groups)]
+            elif fitting:
+                self._wrapped = list(wrap_chunks(self._wrapped, self.model_config, ddp_config, self.groups))
+        if fitting:
+            connect_schedule(self.model_config, self._wrapped)
+        if cut:
+            (hold_whole if module.trainer.predicting else cut_again)(self._wrapped[0])
 
     def _chunks_in_precision(self) -> list[nn.Module]:
         module = self._module
@@ -515,6 +528,9 @@ class MegatronParallelStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.last_lr = float(optimizer.param_groups[0]["lr"])
         result = super().optimizer_step(optimizer, *args, **kwargs)
+        for chunk in self._wrapped:
+            if is_fully_sharded(chunk) and chunk.ddp_config.overlap_param_gather:
+                cut_again(chunk)  # Megatron Core's step leaves parameters that nobody may read
         self._finite_loss.check(result, optimizer.grad_norm, self._module.trainer.global_step)
         self._report_step(self.last_lr)
         return result
@@ -543,7 +559,8 @@ class MegatronParallelStrategy(ParallelStrategy):
         from lt_parallel.strategies.data_parallel import whole_parameters
 
         with whole_parameters(self._wrapped):
-            return self._module.predict_step(*args, **kwargs)
+            own = self._module.predict_step
+            return own(*args, **kwargs) if self.layout else self._wrapped[0]("predict_step", *args, **kwargs)
 
     # ---------------------------------------------------------------- collectives
 
@@ -600,69 +617,69 @@ class MegatronParallelStrategy(ParallelStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # shards are read into chunks and optimizer states that exist
 
+    @property
+    def _sharded_state(self) -> ShardedState:
+        from lt_parallel.strategies.fully_sharded_state import FullyShardedState
+        from lt_parallel.strategies.sharded_state import ShardedState
+
+        kind = FullyShardedState if is_fully_sharded(self._wrapped[0]) else ShardedState
+        return kind(self._wrapped, self.groups, self.sizes, self.global_rank)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Megatron Core's sharded tensors of this rank's chunks."""
-        from lt_parallel.strategies.sharded_state import model_sharded_state
-
-        return model_sharded_state(self._wrapped, self.groups)
+        """What of this rank's chunks a checkpoint holds."""
+        return self._sharded_state.model()
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Megatron Core's sharded optimizer state of this rank."""
-        from lt_parallel.strategies.sharded_state import optimizer_sharded_state
-
-        core = self.megatron_optimizer.core
-        return optimizer_sharded_state(core, self._wrapped, self.groups, is_loading=False)
+        """What of this rank's optimizer states a checkpoint holds."""
+        return self._sharded_state.optimizer(self.megatron_optimizer.core)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         from lt_parallel.strategies.data_parallel import whole_parameters
-        from lt_parallel.strategies.sharded_state import rng_sharded_state
 
         checkpoint["consumed_samples"] = self.consumed_samples
         checkpoint["parallel_sizes"] = asdict(self.sizes)
         checkpoint["data_parallel_sharding_strategy"] = self.arguments.data_parallel_sharding_strategy
-        checkpoint["rng_state"] = rng_sharded_state(self.sizes, self.global_rank)
+        checkpoint["sharded_format"] = self._sharded_state.format
+        checkpoint["rng_state"] = self._sharded_state.rng()
         with whole_parameters(self._wrapped), timed(self.timers, SAVE_CHECKPOINT, host=True):
             self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(str(filepath)), storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        from lt_parallel.strategies.sharded_state import load_template, require_same_model, require_same_sharding
+        from lt_parallel.strategies.sharded_state import require_same_format, require_same_model, require_same_sharding
 
-        io = self.checkpoint_io
+        io, state = self.checkpoint_io, self._sharded_state
         assert isinstance(io, MegatronCheckpointIO)
         checkpoint = io.load_checkpoint(checkpoint_path)
+        sharding = self.arguments.data_parallel_sharding_strategy
+        require_same_format(checkpoint, state.format, sharding)
         resuming = self._module.trainer.state.fn == TrainerFn.FITTING and "lr_schedulers" in checkpoint
         if resuming:
-            require_same_sharding(checkpoint, self.sizes, self.arguments.data_parallel_sharding_strategy)
-        template = load_template(
-            self._wrapped,
+            require_same_sharding(checkpoint, self.sizes, sharding)
+        template = state.template(
             self.megatron_optimizer.core if resuming else None,
-            self.groups,
-            self.sizes if checkpoint["parallel_sizes"] == asdict(self.sizes) else None,
-            self.global_rank,
+            with_rng=checkpoint["parallel_sizes"] == asdict(self.sizes),
         )
         strict = self._module.strict_loading
-        require_same_model(io.tensor_shapes(checkpoint_path), template["state_dict"], strict=strict)
-        checkpoint.update(io.load_sharded(checkpoint_path, template))
+        own = state.model_shapes(template["state_dict"])
+        require_same_model(io.tensor_shapes(checkpoint_path, state.format), own, strict=strict)
+        checkpoint.update(io.load_sharded(checkpoint_path, template, state.format, strict=strict))
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        from lt_parallel.strategies.sharded_state import load_model
-
-        load_model(self._wrapped, checkpoint["state_dict"], strict=strict)
+        self._sharded_state.load_model(checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        from lt_parallel.strategies.sharded_state import load_optimizer, load_rng
-
-        load_optimizer(self.megatron_optimizer.core, checkpoint["optimizer_states"][0])
+        state = self._sharded_state
+        state.load_optimizer(self.megatron_optimizer.core, checkpoint["optimizer_states"][0])
         self.consumed_samples = checkpoint["consumed_samples"]
         if "rng_state" in checkpoint:
-            load_rng(checkpoint["rng_state"])
+            state.load_rng(checkpoint["rng_state"])
 
     # ---------------------------------------------------------------- the end
 

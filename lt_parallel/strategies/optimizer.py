@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lt_parallel.metrics.timers import OPTIMIZER, StepTimers, timed
+from lt_parallel.strategies.fully_sharded import is_fully_sharded
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer as CoreOptimizer
@@ -146,17 +147,17 @@ def wrap_torch_optimizer(
     if config.use_distributed_optimizer:
         if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
             raise ValueError(
-                f"data_parallel_sharding_strategy='optim' shards Adam and AdamW states, not "
+                f"data_parallel_sharding_strategy other than 'no_shard' cuts the states of Adam and AdamW, not of "
                 f"{type(optimizer).__name__}; use 'no_shard', or torch.optim.AdamW"
             )
-        _require_same_parameters(optimizer, wrapped)
+        _require_same_parameters(optimizer, wrapped[0])
         core = DistributedOptimizer(
             optimizer,
             config,
             None,
             create_adam_states,
             model_chunks=list(wrapped),
-            per_model_buffers={0: wrapped[0].buffers},
+            per_model_buffers={} if is_fully_sharded(wrapped[0]) else {0: wrapped[0].buffers},
             data_parallel_group=groups.dp_cp,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=groups.mp.rank(),
@@ -173,20 +174,27 @@ def wrap_torch_optimizer(
     return MegatronOptimizer(ChainedOptimizer([core]))
 
 
-def _require_same_parameters(optimizer: torch.optim.Optimizer, wrapped: Sequence[Any]) -> None:
+def _require_same_parameters(optimizer: torch.optim.Optimizer, chunk: Any) -> None:
     """The distributed optimizer shards whole gradient buffers, so it steps exactly what is in them.
 
     Raises:
         ValueError: The optimizer leaves out a parameter, or one was frozen or set free after the buffers were made.
     """
     stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    buffered = {parameter for chunk in wrapped for buffer in chunk.buffers for parameter in buffer.params}
-    names = {parameter: name for chunk in wrapped for name, parameter in chunk.module.module.named_parameters()}
+    if is_fully_sharded(chunk):
+        names = {parameter: name for name, parameter in chunk.module.module.module.named_parameters()}
+        groups = chunk.param_and_grad_buffer.parameter_groups
+        trained = {each for group in groups if group.requires_grad for each in group.params}
+        buffered = {each for _, each in chunk.param_and_grad_buffer.optimizer_named_parameters}
+        buffered = {each for each in buffered if each.orig_param in trained}
+    else:
+        names = {parameter: name for name, parameter in chunk.module.module.named_parameters()}
+        buffered = {parameter for buffer in chunk.buffers for parameter in buffer.params}
     wrong = [name for parameter, name in names.items() if (parameter in stepped) != (parameter in buffered)]
     if wrong:
         raise ValueError(
-            "data_parallel_sharding_strategy='optim' steps all parameters with requires_grad=True, but the optimizer "
-            f"of configure_optimizers disagrees on {', '.join(wrong[:5])}"
+            "a data_parallel_sharding_strategy other than 'no_shard' steps all parameters with requires_grad=True, but "
+            f"the optimizer of configure_optimizers disagrees on {', '.join(wrong[:5])}"
             f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}; give it every trained parameter, set "
             "requires_grad=False on the others in __init__ or configure_model, or use 'no_shard'"
         )

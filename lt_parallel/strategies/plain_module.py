@@ -32,7 +32,7 @@ def plain_config(settings: Settings) -> TransformerConfig:
 
 
 class PlainModuleChunk(MegatronModule):
-    """Adapter; its `forward` runs the module's `training_step`.
+    """Adapter; its `forward` runs a step of the module.
 
     Args:
         config: From `plain_config`.
@@ -47,13 +47,18 @@ class PlainModuleChunk(MegatronModule):
     def set_input_tensor(self, input_tensor: Any) -> None:
         """There is no earlier stage to take an input from."""
 
-    def forward(self, *args: Any) -> LossTriple:
-        """Runs `training_step(*args)` of the module.
+    def forward(self, method: str, *args: Any) -> Any:
+        """Runs a step of the module inside the chunk's hooks.
+
+        Args:
+            method: "training_step", "validation_step" or another.
+            args: Its arguments.
 
         Returns:
-            (loss_sum, num_tokens, metrics).
+            (loss_sum, num_tokens, metrics) of a training step, otherwise what the method returned.
         """
-        return loss_triple(self.module.training_step(*args))
+        output = getattr(self.module, method)(*args)
+        return loss_triple(output) if method == "training_step" else output
 
 
 def loss_triple(output: Any) -> LossTriple:

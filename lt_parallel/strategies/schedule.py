@@ -64,7 +64,13 @@ class StepSchedule:
         return bool(self._groups.pp.rank() == self._groups.pp.size() - 1)
 
     def run(
-        self, batches: Sequence[Any], chunk_step: ChunkStep, loss_function: LossFunction, *, forward_only: bool
+        self,
+        batches: Sequence[Any],
+        chunk_step: ChunkStep,
+        loss_function: LossFunction,
+        *,
+        forward_only: bool,
+        num_counted: int | None = None,
     ) -> StepMetrics | None:
         """Runs one step. Collective over the pipeline; with a backward also over the data-parallel ranks.
 
@@ -73,6 +79,7 @@ class StepSchedule:
             chunk_step: Called with (batch, chunk) on every stage.
             loss_function: Called with (output, batch) on the last stage.
             forward_only: No backward (validation, test). Micro batches may then differ in shape, and there may be none.
+            num_counted: Micro batches whose loss counts; those behind them only run, as other ranks run as many.
 
         Returns:
             The step's sums on the last stage, None on the others.
@@ -81,8 +88,12 @@ class StepSchedule:
         if not forward_only:
             self._run_equal(list(batches), chunk_step, loss_function, metrics, forward_only=False)
         else:
-            for _, equal in groupby(batches, key=self._shape):
-                self._run_equal(list(equal), chunk_step, loss_function, metrics, forward_only=True)
+            left = len(batches) if num_counted is None else num_counted
+            for _, group in groupby(batches, key=self._shape):
+                equal = list(group)
+                counted = min(left, len(equal))
+                self._run_equal(equal, chunk_step, loss_function, metrics, forward_only=True, num_counted=counted)
+                left -= counted
         return metrics if self.computes_loss else None
 
     def _shape(self, batch: Any) -> tuple[int, int]:
@@ -96,11 +107,12 @@ class StepSchedule:
         metrics: StepMetrics,
         *,
         forward_only: bool,
+        num_counted: int | None = None,
     ) -> None:
         seq_length, micro_batch_size = self._shape(batches[0])
-        num_real = len(batches)
+        num_real = len(batches) if num_counted is None else num_counted
         if forward_only:  # fill the last round with repeats, which aren't counted
-            batches = batches + [batches[-1]] * (-num_real % self._round)
+            batches = batches + [batches[-1]] * (-len(batches) % self._round)
 
         def measure(index: int, batch: Any, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
             if index >= num_real:

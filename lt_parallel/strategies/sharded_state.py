@@ -3,83 +3,129 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from lt_parallel.plugins.checkpoint_io import TORCH_DIST
+from lt_parallel.strategies.fully_sharded import FSDP_STRATEGIES
 from lt_parallel.strategies.optimizer import create_adam_states
 
 if TYPE_CHECKING:
     from lt_parallel.topology import ParallelSizes
 
 
-def _metadata(groups: Any) -> dict[str, Any]:
-    # The distributed optimizer's buffers as they lie: written and read without any gathering.
-    return {"distrib_optim_sharding_type": "dp_reshardable", "dp_cp_group": groups.dp_cp}
+class ShardedState:
+    """Parameters, optimizer states and generators of a rank, to write and to read.
+
+    Args:
+        wrapped: This rank's chunks, wrapped or not.
+        groups: The `ProcessGroupCollection`.
+        sizes: The parallel sizes.
+        rank: Global rank.
+    """
+
+    #: Of the files, see `MegatronCheckpointIO`.
+    format: ClassVar[str] = TORCH_DIST
+
+    def __init__(self, wrapped: Sequence[Any], groups: Any, sizes: ParallelSizes, rank: int) -> None:
+        self._wrapped, self._groups, self._sizes, self._rank = wrapped, groups, sizes, rank
+
+    def model(self) -> dict[str, Any]:
+        """Parameters and persistent buffers of this rank's chunks: `model`, or `model0`, `model1`, ..."""
+        return {
+            name: _unwrapped(chunk).sharded_state_dict(metadata=self._metadata) for name, chunk in self._named_chunks()
+        }
+
+    def optimizer(self, core: Any, *, is_loading: bool = False) -> dict[str, Any]:
+        """Optimizer states of this rank's shard.
+
+        Args:
+            core: Megatron Core's optimizer.
+            is_loading: Whether it is a template to load into.
+        """
+        if is_loading:
+            for part in core.chained_optimizers:
+                create_adam_states(part.optimizer)
+        state: dict[str, Any] = core.sharded_state_dict(self.model(), is_loading=is_loading, metadata=self._metadata)
+        return state
+
+    def rng(self) -> Any:
+        """This rank's random generators; they mean something for the same parallel sizes only."""
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+        return ShardedObject("rng_state", generator_states(), (self._sizes.world_size,), (self._rank,), replica_id=0)
+
+    def template(self, core: Any | None, *, with_rng: bool) -> dict[str, Any]:
+        """What to read from a checkpoint.
+
+        Args:
+            core: Megatron Core's optimizer, None to read weights only.
+            with_rng: Whether the generators are read, which needs the optimizer too.
+        """
+        template: dict[str, Any] = {"state_dict": self.model()}
+        if core is not None:
+            template["optimizer_states"] = [self.optimizer(core, is_loading=True)]
+            if with_rng:
+                template["rng_state"] = self.rng()
+        return template
+
+    def model_shapes(self, state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Global shapes of what `model()` gave on this rank, by global name."""
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+        shapes = {}
+        for value in nested_values(dict(state)):
+            built = [value.build()] if isinstance(value, ShardedTensorFactory) else [value]
+            for piece in nested_values(built):
+                if isinstance(piece, ShardedTensor):
+                    shapes[piece.key] = tuple(piece.global_shape)
+        return shapes
+
+    def load_model(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Copies what was read into the chunks."""
+        for name, chunk in self._named_chunks():
+            _unwrapped(chunk).load_state_dict(state[name], strict=strict)
+
+    def load_optimizer(self, core: Any, state: Mapping[str, Any]) -> None:
+        """Puts optimizer states back, each parameter with its own step count.
+
+        Without Apex or TransformerEngine, Megatron Core either gives all parameters one step tensor, which torch's Adam
+        then counts up once per parameter, or leaves it as it was before the load.
+
+        Args:
+            core: Megatron Core's optimizer.
+            state: What was read into `optimizer(..., is_loading=True)`.
+        """
+        steps = [_saved_step(part) for part in _part_states(core, state)]
+        with torch.no_grad():  # an fp32 shard is a view of its parameter
+            core.load_state_dict(state)
+        for part, step in zip(core.chained_optimizers, steps, strict=True):
+            if step is None:
+                continue
+            for parameter_state in part.optimizer.state.values():
+                if isinstance(parameter_state.get("step"), torch.Tensor):
+                    parameter_state["step"] = torch.full_like(parameter_state["step"], step)
+
+    def load_rng(self, state: Mapping[str, Any]) -> None:
+        """Puts the generators back."""
+        restore_generators(state)
+
+    @property
+    def _metadata(self) -> dict[str, Any]:
+        # The distributed optimizer's buffers as they lie: written and read without any gathering.
+        return {"distrib_optim_sharding_type": "dp_reshardable", "dp_cp_group": self._groups.dp_cp}
+
+    def _named_chunks(self) -> list[tuple[str, Any]]:
+        if len(self._wrapped) == 1:
+            return [("model", self._wrapped[0])]
+        return [(f"model{index}", chunk) for index, chunk in enumerate(self._wrapped)]
 
 
 def _unwrapped(wrapped: Any) -> Any:
     """The chunk inside Megatron Core's DDP, when it is in one."""
     return wrapped.module if hasattr(wrapped, "ddp_config") else wrapped
-
-
-def model_sharded_state(wrapped: Sequence[Any], groups: Any) -> dict[str, Any]:
-    """Parameters and persistent buffers of this rank's chunks.
-
-    Args:
-        wrapped: This rank's chunks, wrapped or not.
-        groups: The `ProcessGroupCollection`.
-
-    Returns:
-        One entry per chunk, `model` or `model0`, `model1`, ...
-    """
-    return {
-        name: _unwrapped(chunk).sharded_state_dict(metadata=_metadata(groups))
-        for name, chunk in zip(_chunk_names(wrapped), wrapped, strict=True)
-    }
-
-
-def _chunk_names(wrapped: Sequence[Any]) -> list[str]:
-    return ["model"] if len(wrapped) == 1 else [f"model{index}" for index in range(len(wrapped))]
-
-
-def optimizer_sharded_state(core: Any, wrapped: Sequence[Any], groups: Any, *, is_loading: bool) -> dict[str, Any]:
-    """Optimizer states of this rank's shard.
-
-    Args:
-        core: Megatron Core's optimizer.
-        wrapped: This rank's wrapped chunks.
-        groups: The `ProcessGroupCollection`.
-        is_loading: Whether it is a template to load into.
-    """
-    if is_loading:
-        for part in core.chained_optimizers:
-            create_adam_states(part.optimizer)
-    state: dict[str, Any] = core.sharded_state_dict(
-        model_sharded_state(wrapped, groups), is_loading=is_loading, metadata=_metadata(groups)
-    )
-    return state
-
-
-def load_optimizer(core: Any, state: Mapping[str, Any]) -> None:
-    """Puts optimizer states back, each parameter with its own step count.
-
-    Without Apex or TransformerEngine, Megatron Core either gives all parameters one step tensor, which torch's Adam
-    then counts up once per parameter, or leaves it as it was before the load.
-
-    Args:
-        core: Megatron Core's optimizer.
-        state: What was read into `optimizer_sharded_state(..., is_loading=True)`.
-    """
-    steps = [_saved_step(part) for part in _part_states(core, state)]
-    with torch.no_grad():  # an fp32 shard is a view of its parameter
-        core.load_state_dict(state)
-    for part, step in zip(core.chained_optimizers, steps, strict=True):
-        if step is None:
-            continue
-        for parameter_state in part.optimizer.state.values():
-            if isinstance(parameter_state.get("step"), torch.Tensor):
-                parameter_state["step"] = torch.full_like(parameter_state["step"], step)
 
 
 def _part_states(core: Any, state: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
@@ -97,24 +143,18 @@ def _saved_step(part: Mapping[str, Any]) -> float | None:
     return None if step is None else float(step)
 
 
-def rng_sharded_state(sizes: ParallelSizes, rank: int) -> Any:
-    """This rank's random generators: torch's own and Megatron Core's tracked ones.
-
-    Args:
-        sizes: The parallel sizes; the state is only meaningful for the same ones.
-        rank: Global rank.
-    """
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
+def generator_states() -> dict[str, Any]:
+    """States of this rank's random generators: torch's own and Megatron Core's tracked ones."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     state = {"cpu": torch.get_rng_state(), "tracked": dict(get_cuda_rng_tracker().get_states())}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
-    return ShardedObject("rng_state", state, (sizes.world_size,), (rank,), replica_id=0)
+    return state
 
 
-def load_rng(state: Mapping[str, Any]) -> None:
-    """Puts the generators back."""
+def restore_generators(state: Mapping[str, Any]) -> None:
+    """Puts back what `generator_states` gave."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     torch.set_rng_state(state["cpu"])
@@ -123,39 +163,21 @@ def load_rng(state: Mapping[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(dict(state["tracked"]))
 
 
-def load_template(
-    wrapped: Sequence[Any], core: Any | None, groups: Any, rng_sizes: ParallelSizes | None, rank: int
-) -> dict[str, Any]:
-    """What to read from a checkpoint.
-
-    Args:
-        wrapped: This rank's chunks, wrapped or not.
-        core: Megatron Core's optimizer, None to read weights only.
-        groups: The `ProcessGroupCollection`.
-        rng_sizes: The parallel sizes if the checkpoint was made with the same ones, else None.
-        rank: Global rank.
-    """
-    template: dict[str, Any] = {"state_dict": model_sharded_state(wrapped, groups)}
-    if core is not None:
-        template["optimizer_states"] = [optimizer_sharded_state(core, wrapped, groups, is_loading=True)]
-        if rng_sizes is not None:
-            template["rng_state"] = rng_sharded_state(rng_sizes, rank)
-    return template
-
-
-def require_same_model(saved: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], *, strict: bool) -> None:
+def require_same_model(
+    saved: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]], *, strict: bool
+) -> None:
     """Compares a checkpoint's tensors with the model's. Collective over all ranks.
 
     Args:
         saved: Global shapes of what the checkpoint holds, by global name.
-        state: This rank's `model_sharded_state`.
+        own: This rank's `model_shapes`.
         strict: Whether neither may have parameters that the other lacks.
 
     Raises:
         ValueError: They differ; names the first few differences.
     """
     every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, _global_shapes(state))
+    torch.distributed.all_gather_object(every, own)
     model: dict[str, tuple[int, ...]] = {name: shape for each in every for name, shape in each.items()}
     of_model = {name for name in saved if not name.startswith("optimizer.")}
     differing = [
@@ -175,19 +197,6 @@ def require_same_model(saved: Mapping[str, tuple[int, ...]], state: Mapping[str,
         )
 
 
-def _global_shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-    shapes = {}
-    for value in nested_values(dict(state)):
-        built = [value.build()] if isinstance(value, ShardedTensorFactory) else [value]
-        for piece in nested_values(built):
-            if isinstance(piece, ShardedTensor):
-                shapes[piece.key] = tuple(piece.global_shape)
-    return shapes
-
-
 def require_same_sharding(checkpoint: Mapping[str, Any], sizes: ParallelSizes, sharding: str) -> None:
     """Checks that optimizer states can be read at this layout; weights can at any.
 
@@ -200,8 +209,8 @@ def require_same_sharding(checkpoint: Mapping[str, Any], sizes: ParallelSizes, s
         ValueError: They were saved for another one.
     """
     saved_sharding, saved_sizes = checkpoint["data_parallel_sharding_strategy"], checkpoint["parallel_sizes"]
-    differing = {"data_parallel_sharding_strategy": (saved_sharding, sharding)}
-    if sharding == "optim":
+    differing = {} if sharding in FSDP_STRATEGIES else {"data_parallel_sharding_strategy": (saved_sharding, sharding)}
+    if sharding != "no_shard":
         # As the buffers lie: they depend on everything but the data-parallel size.
         names = [name for name in saved_sizes if name.endswith("_parallel_size")]
         differing |= {name: (saved_sizes[name], getattr(sizes, name)) for name in names}
@@ -213,7 +222,21 @@ def require_same_sharding(checkpoint: Mapping[str, Any], sizes: ParallelSizes, s
         )
 
 
-def load_model(wrapped: Sequence[Any], state: Mapping[str, Any], *, strict: bool) -> None:
-    """Copies what was read into the chunks."""
-    for name, chunk in zip(_chunk_names(wrapped), wrapped, strict=True):
-        _unwrapped(chunk).load_state_dict(state[name], strict=strict)
+def require_same_format(checkpoint: Mapping[str, Any], expected: str, sharding: str) -> None:
+    """Checks that tensors were written in the form in which this run reads them.
+
+    Args:
+        checkpoint: The trainer's part of a checkpoint.
+        expected: The run's form.
+        sharding: Its `data_parallel_sharding_strategy`.
+
+    Raises:
+        ValueError: They weren't.
+    """
+    if checkpoint.get("sharded_format", TORCH_DIST) != expected:
+        saved = checkpoint["data_parallel_sharding_strategy"]
+        fitting = FSDP_STRATEGIES if saved in FSDP_STRATEGIES else ("no_shard", "optim")
+        raise ValueError(
+            f"the checkpoint was saved with data_parallel_sharding_strategy={saved!r}, whose files {sharding!r} can't "
+            f"read; use {' or '.join(map(repr, fitting))}"
+        )

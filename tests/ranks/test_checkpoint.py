@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lt_parallel.models import GPTModule
@@ -26,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
     ),
     "pp2 vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "dp2 optim_grads_params": (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
 }
 
 
@@ -44,7 +46,8 @@ def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def weights(module: GPTModule) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in module.parameters()]
+    values = [parameter.detach() for parameter in module.parameters()]
+    return [(value.to_local() if isinstance(value, DTensor) else value).clone() for value in values]
 
 
 def uninterrupted(world_size: int, strategy: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -106,9 +107,17 @@ def train(
     return {
         "loss": history.losses,
         "lr": history.rates,
-        "weights": [parameter.detach().float().clone() for parameter in model.parameters()],
+        "weights": [whole(parameter.detach()).float().clone() for parameter in model.parameters()],
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
+
+
+def whole(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+
+    return uneven_dtensor_to_full_tensor(parameter)
 
 
 def assert_equals_lightning(found: dict[str, Any], reference: dict[str, Any]) -> None:
@@ -129,6 +138,8 @@ def assert_equals_lightning(found: dict[str, Any], reference: dict[str, Any]) ->
         (2, {"global_batch_size": GLOBAL_BATCH}, "sgd"),
         (4, {"num_microbatches": 2}, "adamw"),
         (2, {"num_microbatches": 2, "data_parallel_sharding_strategy": "optim"}, "adamw"),
+        (2, {"num_microbatches": 2, "data_parallel_sharding_strategy": "optim_grads"}, "adamw"),
+        (4, {"num_microbatches": 2, "data_parallel_sharding_strategy": "optim_grads_params"}, "adamw"),
     ],
 )
 def test_equals_lightning(world_size: int, strategy: dict[str, Any], optimizer: str, returns: Returns) -> None:
@@ -154,5 +165,5 @@ def test_bf16_mixed_keeps_fp32_main_parameters(strategy: dict[str, Any]) -> None
 
 def test_sharding_refuses_an_optimizer_it_cannot_shard() -> None:
     strategy = {"num_microbatches": 1, "data_parallel_sharding_strategy": "optim"}
-    with pytest.raises(RankError, match="shards Adam and AdamW states, not SGD"):
+    with pytest.raises(RankError, match="cuts the states of Adam and AdamW, not of SGD"):
         run_ranks(train, 2, 2, strategy, 8, {"optimizer": "sgd"})

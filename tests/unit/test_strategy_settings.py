@@ -171,6 +171,12 @@ BAD: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["data_parallel_sharding_strategy='optm'", "no_shard", "optim"],
     ),
+    "fully sharded over a pipeline": (
+        2,
+        {**PP2, "data_parallel_sharding_strategy": "optim_grads"},
+        {},
+        ["'optim_grads'", "pipeline_model_parallel_size=2", "use 'optim'"],
+    ),
     "both batch counts": (
         2,
         {"num_microbatches": 2, "global_batch_size": 8},
