@@ -68,6 +68,8 @@ def fully_shard(
         fsdp_unit_modules=fsdp_units(module) if cuts_parameters else [],
         pg_collection=groups,
     )
+    #: Whether whole parameters come and go with each forward pass.
+    wrapped.gathers_in_forward = ddp_config.overlap_param_gather
     if not is_chunked(module):
         _gather_before_step(wrapped)
     return wrapped
@@ -166,7 +168,7 @@ def evaluated_by_all(chunk: FullyShardedDataParallel, num_batches: int, group: A
     if unequal:
         hold_whole(chunk)
     yield
-    if unequal or chunk.ddp_config.overlap_param_gather:
+    if unequal or chunk.gathers_in_forward:
         cut_again(chunk)
 
 
@@ -177,6 +179,7 @@ def hold_whole(chunk: FullyShardedDataParallel) -> None:
     chunk.start_param_sync(force_sync=True)
     for module in chunk.module.modules():
         module._training_state = TrainingState.PRE_BACKWARD  # its hooks then neither gather ahead nor release
+    chunk.ddp_config.overlap_param_gather = False  # nor does Megatron Core's schedule after a forward pass
 
 
 def cut_again(chunk: FullyShardedDataParallel) -> None:
@@ -188,4 +191,5 @@ def cut_again(chunk: FullyShardedDataParallel) -> None:
 
     for module in chunk.module.modules():
         module._training_state = TrainingState.IDLE
+    chunk.ddp_config.overlap_param_gather = chunk.gathers_in_forward
     chunk.synchronize_param_gather()

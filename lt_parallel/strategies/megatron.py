@@ -357,13 +357,10 @@ class MegatronParallelStrategy(ParallelStrategy):
 
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self.model_to_device()
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._wrapped and not self._stays_cut():
-            # An earlier run's wrappers are held by cycles, and hooks on the parameters live as long as they do.
-            self._wrapped, self._global_step = [], None
-            self._reset_optimizers_and_schedulers()
-            gc.collect()
+        if not self._stays_cut():
+            self.model_to_device()
+            self._drop_wrappers()
         self._prepare_chunks(fitting)
         self.model_config.timers = self.timers
         self._global_step = GlobalStep(self._module, self._wrapped, self.model_config, self.groups, self.root_device)
@@ -374,9 +371,16 @@ class MegatronParallelStrategy(ParallelStrategy):
             show_layout(trainer, self.layout, self._wrapped, self.groups.pp, self.root_device)
         self.setup_precision_plugin()
 
+    def _drop_wrappers(self) -> None:
+        """An earlier run's wrappers are held by cycles, and hooks on the parameters live as long as they do."""
+        if self._wrapped:
+            self._wrapped, self._global_step = [], None
+            self._reset_optimizers_and_schedulers()
+            gc.collect()
+
     def _stays_cut(self) -> bool:
         """Whether Megatron-FSDP has cut this very module: that can't be undone, and it serves every kind of run."""
-        chunk, parameter = self._wrapped[0], next(self._module.parameters(), None)
+        chunk, parameter = next(iter(self._wrapped), None), next(self._module.parameters(), None)
         return is_fully_sharded(chunk) and any(each is parameter for each in chunk.parameters())
 
     def _prepare_chunks(self, fitting: bool) -> None:
@@ -529,7 +533,7 @@ class MegatronParallelStrategy(ParallelStrategy):
         self.last_lr = float(optimizer.param_groups[0]["lr"])
         result = super().optimizer_step(optimizer, *args, **kwargs)
         for chunk in self._wrapped:
-            if is_fully_sharded(chunk) and chunk.ddp_config.overlap_param_gather:
+            if is_fully_sharded(chunk) and chunk.gathers_in_forward:
                 cut_again(chunk)  # Megatron Core's step leaves parameters that nobody may read
         self._finite_loss.check(result, optimizer.grad_norm, self._module.trainer.global_step)
         self._report_step(self.last_lr)

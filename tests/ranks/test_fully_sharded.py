@@ -173,6 +173,38 @@ def test_resumes_at_another_data_parallel_size_and_with_the_other_strategy(tmp_p
         run_ranks(resumed, 2, 2, tensor_parallel, str(path))
 
 
+class Generates(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self.tokens = pl_module.generate(torch.tensor([[1, 2, 3]]), 4, temperature=0.0).tolist()  # type: ignore[operator]
+
+
+def every_run_of_a_gpt(world_size: int, strategy: dict[str, Any]) -> list[Any]:
+    L.seed_everything(SEED, verbose=False)
+    generates = Generates()
+    options = {"max_steps": 2, "val_check_interval": 2, "num_sanity_val_steps": 2, "callbacks": [generates]}
+    trainer = build_trainer(StepNumbers(), strategy, devices=world_size, **options)
+    lengths = {"max_new_tokens": 4, "max_position_embeddings": 2 * SEQ_LENGTH}
+    module = GPTModule(VOCAB_SIZE, SEQ_LENGTH, **LLAMA, **OPTIMIZER, **lengths, mtp_num_layers=1)
+    evaluation = DataLoader(Sequences(3), 1)
+    trainer.fit(module, loader(), evaluation)
+    losses = [float(trainer.callback_metrics[name]) for name in ("train_loss", "val_loss")]
+    losses.append(trainer.test(module, evaluation, verbose=False)[0]["test_loss"])
+    predicted = trainer.predict(module, evaluation)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, loader(), evaluation)
+    losses += [float(trainer.callback_metrics[name]) for name in ("train_loss", "val_loss")]
+    return [losses, generates.tokens, [each.tolist() for each in predicted or ()]]
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(GRADS, marks=pytest.mark.slow), PARAMS])
+def test_a_gpt_in_every_kind_of_run(strategy: str) -> None:
+    ((losses, tokens, predicted),) = run_ranks(every_run_of_a_gpt, 1, 1, {})
+    first, second = run_ranks(every_run_of_a_gpt, 2, 2, fully(strategy))
+    assert first[0] == second[0] == pytest.approx(losses, abs=5e-6)
+    assert first[1] == second[1] == tokens
+    assert [first[2][0], second[2][0], first[2][1]] == predicted  # sample by sample, in turns
+
+
 class Plain(Classifier):
     """Evaluates whatever Lightning can evaluate, and holds a parameter of its own."""
 
@@ -211,7 +243,7 @@ def every_kind_of_run(world_size: int, strategy: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("strategy", [GRADS, PARAMS])
+@pytest.mark.parametrize("strategy", [pytest.param(GRADS, marks=pytest.mark.slow), PARAMS])
 def test_a_plain_module_in_every_kind_of_run(strategy: str) -> None:
     (expected,) = run_ranks(every_kind_of_run, 1, 1, "no_shard")
     first, second = run_ranks(every_kind_of_run, 2, 2, strategy)
