@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lt_parallel.strategies.fully_sharded import FSDP_STRATEGIES
 from tests.ranks.parity_runs import SHAPES
 from tests.ranks.test_parity import assert_equals_single_process
 from tests.support.pairwise import Case, feasible_cases, pairs_of, pairwise
@@ -25,7 +26,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "cp": (1, 2, 4),
     "cp_comm_type": (None, "p2p", "all_gather", "a2a", "a2a+p2p"),
     "dp": (1, 2, 4),
-    "sharding": ("no_shard", "optim"),  # here optim_grads and optim_grads_params are added; pp is 1 with them
+    "sharding": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
 }
 
 
@@ -41,7 +42,7 @@ def feasible(case: Case) -> bool:
         1 < world_size(case) <= MOST_PROCESSES
         and (case["tp"] > 1 or not case["sp"])
         and (case["pp"] > 1 or case["vpp"] is None)
-        and (case["pp"] == 1 or not case["sharding"].startswith("optim_grads"))
+        and (case["pp"] == 1 or case["sharding"] not in FSDP_STRATEGIES)
         and (case["cp"] > 1) == (kind is not None)
         and (kind != "a2a+p2p" or case["cp"] == 4)
         and groups // case["tp"] % exchanged == 0
@@ -75,8 +76,7 @@ def cases() -> list[Case]:
 
 def quick() -> Case:
     """It mixes much and doesn't take long, as context parallelism does on few cores."""
-    mixed = (case for case in cases() if case["tp"] > 1 and case["pp"] > 1 and case["sharding"] == "optim")
-    return next(case for case in mixed if case["cp"] == 1)
+    return next(case for case in cases() if case["tp"] > 1 and case["pp"] > 1 and case["cp"] == 1)
 
 
 def _name(case: Case) -> str:
@@ -104,6 +104,7 @@ def test_the_cases_cover_every_pair_that_fits() -> None:
         "pp=4 cp=4",
         "pp=4 dp=4",
         "pp=4 cp_comm_type=a2a+p2p",
+        *(f"{name} sharding={kind}" for name in ("pp=2", "pp=4", "vpp=2") for kind in FSDP_STRATEGIES),
         "cp=1 cp_comm_type=p2p",
         "cp=1 cp_comm_type=all_gather",
         "cp=1 cp_comm_type=a2a",
