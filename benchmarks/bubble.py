@@ -10,7 +10,7 @@ m micro batches take m x 200 ms without a bubble, which adds (p - 1) / m of that
 interleaved.
 
 What is above the formula is Python and gloo, 2 to 4 ms for each micro batch, and it grows with what else the machine
-does, in spite of the ranks' priority. Over five runs, beside loads of 5 to 36 on two cores, 4 micro batches took 1.017
+does, in spite of the ranks' priority. Over four runs, beside loads of 10 to 36 on two cores, 4 micro batches took 1.017
 to 1.025 times the formula with 1F1B and 1.038 to 1.048 times interleaved.
 
 A step is the time between the starts of two steps on the first stage, the last that has work: optimizer, reports and
