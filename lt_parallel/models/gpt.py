@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,17 @@ from torch import Tensor, nn
 from lt_parallel.metrics.flops import ModelFlops, model_flops
 from lt_parallel.metrics.language_model import Perplexity, TokenAccuracy, vocab_parallel_argmax
 from lt_parallel.models.base import MegatronLightningModule
+from lt_parallel.models.gpt_arguments import (
+    LrDecayStyle,
+    Normalization,
+    PositionEmbedding,
+    ValidationMetric,
+    check_gpt_arguments,
+)
 from lt_parallel.models.token_check import check_batch
 from lt_parallel.ops.zigzag import cut
 from lt_parallel.pipeline_balance import LayerCosts
 from lt_parallel.settings import check_vocab
-from lt_parallel.topology import require_positive_int
 
 if TYPE_CHECKING:
     from lt_parallel.settings import Settings
@@ -30,50 +36,6 @@ if TYPE_CHECKING:
 _OWNER = "GPTModule"
 #: What a batch holds for each token, `[b, s]`.
 _PER_TOKEN = ("tokens", "labels", "position_ids", "loss_mask")
-LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
-Normalization = Literal["LayerNorm", "RMSNorm"]
-PositionEmbedding = Literal["learned_absolute", "rope"]
-ValidationMetric = Literal["perplexity", "token_accuracy"]
-_CHOICES: dict[str, Any] = {
-    "normalization": Normalization,
-    "position_embedding_type": PositionEmbedding,
-    "lr_decay_style": LrDecayStyle,
-}
-_POSITIVE = (
-    "vocab_size",
-    "seq_length",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "num_query_groups",
-    "kv_channels",
-    "max_position_embeddings",
-    "make_vocab_size_divisible_by",
-    "mtp_num_layers",
-    "lr_decay_iters",
-    "max_new_tokens",
-)
-
-
-_FLAGS = ("swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights")
-_NUMBERS = (
-    "layernorm_epsilon",
-    "rotary_base",
-    "rotary_percent",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "mtp_loss_scaling_factor",
-    "lr",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "lr_warmup_iters",
-    "temperature",
-    "top_k",
-)
 
 
 class GPTModule(MegatronLightningModule):
@@ -172,83 +134,10 @@ class GPTModule(MegatronLightningModule):
         self.save_hyperparameters()
         self.vocab_size, self.seq_length = vocab_size, seq_length
         self.max_position_embeddings = max_position_embeddings or seq_length
-        self._check_arguments()
+        check_gpt_arguments(self.hparams)
         kinds: dict[str, Any] = {"perplexity": Perplexity, "token_accuracy": TokenAccuracy}
         self.validation_metrics = nn.ModuleDict({name: kinds[name]() for name in validation_metrics or ()})
         self._evaluating = False  # whether there is something to log of them
-
-    def _check_arguments(self) -> None:
-        hp: Any = self.hparams
-        for name in _POSITIVE:
-            if hp[name] is not None:
-                require_positive_int(name, hp[name])
-        self._check_choices()
-        self._check_types()
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0 <= hp[name] < 1:
-                raise ValueError(f"{name}={hp[name]} must be at least 0 and less than 1")
-        if not 0 < hp.rotary_percent <= 1:
-            raise ValueError(f"rotary_percent={hp.rotary_percent} must be more than 0 and at most 1")
-        if hp.position_embedding_type == "rope":
-            self._check_rotary()
-        if hp.mtp_num_layers is not None:
-            self._check_mtp()
-        if self.max_position_embeddings < self.seq_length:
-            raise ValueError(
-                f"max_position_embeddings={self.max_position_embeddings} must be at least seq_length={self.seq_length}"
-            )
-        self._check_schedule()
-
-    def _check_choices(self) -> None:
-        chosen = [(name, self.hparams[name], choices) for name, choices in _CHOICES.items()]
-        chosen += [("validation_metrics", name, ValidationMetric) for name in self.hparams["validation_metrics"] or ()]
-        for name, value, choices in chosen:
-            if value not in get_args(choices):
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(choices))}")
-
-    def _check_types(self) -> None:
-        hp: Any = self.hparams
-        for name in _FLAGS:
-            if not isinstance(hp[name], bool):
-                raise ValueError(f"{name}={hp[name]!r} must be True or False")
-        for name in _NUMBERS:
-            if not isinstance(hp[name], int | float) or isinstance(hp[name], bool) or not hp[name] >= 0:
-                raise ValueError(f"{name}={hp[name]!r} must be a number that isn't negative")
-        for name in ("lr_warmup_iters", "top_k"):
-            if not isinstance(hp[name], int):
-                raise ValueError(f"{name}={hp[name]!r} must be an integer")
-
-    def _check_rotary(self) -> None:
-        hp: Any = self.hparams
-        channels = hp.kv_channels or hp.hidden_size // hp.num_attention_heads
-        rotated = int(channels * hp.rotary_percent)
-        if rotated % 2 or rotated == 0:
-            raise ValueError(
-                f"rope turns pairs of channels: {channels} channels per head x rotary_percent={hp.rotary_percent} = "
-                f"{rotated}, which must be even and at least 2; change kv_channels or rotary_percent"
-            )
-        if hp.rotary_base == 0:
-            raise ValueError("rotary_base=0 must be positive; usual: 10000")
-
-    def _check_mtp(self) -> None:
-        hp: Any = self.hparams
-        if hp.position_embedding_type != "rope":
-            # Their stage would train a copy of the learned positions that nothing keeps equal to the first stage's.
-            raise ValueError(
-                f"mtp_num_layers={hp.mtp_num_layers} needs position_embedding_type='rope', not "
-                f"{hp.position_embedding_type!r}"
-            )
-        if hp.mtp_num_layers >= self.seq_length:
-            raise ValueError(f"mtp_num_layers={hp.mtp_num_layers} must be less than seq_length={self.seq_length}")
-
-    def _check_schedule(self) -> None:
-        hp: Any = self.hparams
-        if hp.lr_warmup_iters >= hp.lr_decay_iters:
-            raise ValueError(
-                f"lr_warmup_iters={hp.lr_warmup_iters} must be less than lr_decay_iters={hp.lr_decay_iters}"
-            )
-        if not 0 <= hp.min_lr <= hp.lr:
-            raise ValueError(f"min_lr={hp.min_lr} must lie between 0 and lr={hp.lr}")
 
     # ---------------------------------------------------------------- model
 
