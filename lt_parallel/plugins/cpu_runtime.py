@@ -19,12 +19,13 @@ import contextlib
 import re
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final, NoReturn, override
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from lt_parallel.plugins.source_transform import Rules, TransformingLoader
 
@@ -181,6 +182,22 @@ def _all_gather(
     return None
 
 
+@contextlib.contextmanager
+def _coalescing_manager(
+    group: dist.ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
+) -> Iterator[Any]:
+    """`torch.distributed._coalescing_manager`, with all-gathers going one by one."""
+    group = group or dist.group.WORLD
+    with dist._coalescing_manager(group, device, async_ops) as manager:
+        yield manager
+        collected = c10d._world.pg_coalesce_state[group]
+        gathers = [each for each in collected if "all_gather" in each.op.__name__]
+        collected[:] = [each for each in collected if each not in gathers]
+    for each in gathers:
+        work = dist.all_gather_into_tensor(each.dst_tensor, each.tensor, group=group, async_op=async_ops)
+        manager.append(work)
+
+
 def _share_storage(dst: torch.Tensor, src: torch.Tensor) -> None:
     """Gives `dst`'s storage the bytes of `src`'s, below autograd's version counter as Megatron's extension does."""
     storage = dst.untyped_storage()
@@ -246,6 +263,8 @@ SUBSTITUTES: Final[Mapping[str, object]] = {
     "torch.cuda": CUDA,
     # gloo gathers equal shapes only; with expert tensor parallelism each rank has another number of tokens.
     "torch.distributed.all_gather": _all_gather,
+    # gloo's coalesced all-gather (seen in torch 2.14.1) corrupts memory unless it is waited for at once.
+    "torch.distributed._coalescing_manager": _coalescing_manager,
     # Fusing a few element-wise operations isn't worth a C++ compiler at run time and seconds in every process.
     "torch.compile": _without_compiler,
     # Selective recompute compiles an extension that lets one tensor take over another's bytes; a copy does here.

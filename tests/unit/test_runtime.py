@@ -68,7 +68,7 @@ def megatron_sources() -> Iterator[tuple[str, str]]:
 
 @cache
 def audit() -> Audit:
-    words = ("cuda", "nccl", "pin_memory", "record_stream", "all_gather", "compile", "load_inline", "rng_state")
+    words = ("cuda", "nccl", "pin_memory", "record_stream", "all_gather", "compile", "load_inline", "rng_state", "coalescing")
     result = Audit(Counter(), {}, set(), {})
     for name, source in megatron_sources():
         if any(word in source for word in words):
