@@ -59,6 +59,11 @@ RUN_NOISE: tuple[Noise, ...] = (
     Noise("Transformer Engine and Apex are not installed", "this package brings its own layers", UserWarning),
     Noise("Apex is not installed", "likewise", UserWarning),
     Noise(
+        "There are still pending all-gather tasks",
+        "layers gathered ahead that no pass used; Megatron-FSDP waits for them and goes on",
+        UserWarning,
+    ),
+    Noise(
         "You have overridden `on_before_batch_transfer` in `LightningModule` but",
         "GPTModule checks batches there, whatever the data module",
         UserWarning,

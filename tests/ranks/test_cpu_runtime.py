@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_parallel  # noqa: F401  (before megatron.core)
 from tests.support.ranks import init_gloo, run_ranks
@@ -243,6 +244,52 @@ def test_uneven_gather_and_its_gradient() -> None:
         assert result["gathered"] == result["async"] == [1, 1, 3, 3, 3]
         start = sum(sizes[:rank])
         assert result["grad"] == [3.0 * (row + 1) for row in range(start, start + sizes[rank])]
+
+
+class Names(TorchDispatchMode):
+    """The operators that went by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_in_flight(count: int) -> tuple[set[str], bool]:
+    """Gathers as Megatron's buffers begin them, all under way before the first is waited for; were all right?"""
+    from lt_parallel.plugins import cpu_runtime
+
+    init_gloo()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered = [[torch.zeros(size * 100 * (layer + 1)) for layer in range(3)] for _ in range(count)]
+    managers = []
+    with Names() as seen:
+        for number, outputs in enumerate(gathered):
+            with cpu_runtime._coalescing_manager(dist.group.WORLD, async_ops=True) as manager:
+                for output in outputs:
+                    own = torch.full((output.numel() // size,), float(number * size + rank))
+                    dist.all_gather_into_tensor(output, own, group=dist.group.WORLD, async_op=True)
+            managers.append(manager)
+        for manager in managers:
+            manager.wait()
+    right = [
+        output.view(size, -1)[source].eq(number * size + source).all().item()
+        for number, outputs in enumerate(gathered)
+        for output in outputs
+        for source in range(size)
+    ]
+    return seen.names, all(right)
+
+
+def test_gathers_are_not_coalesced() -> None:
+    """Gloo's coalesced gathers overwrite memory that isn't theirs when several are under way."""
+    for names, right in run_ranks(gathers_in_flight, 2, 20):
+        assert right
+        assert "c10d::_allgather_base_" in names
+        assert "c10d::allgather_into_tensor_coalesced_" not in names
 
 
 def tracker_streams() -> tuple[list[float], list[float], bool, list[str]]:
