@@ -187,15 +187,15 @@ def _coalescing_manager(
     group: dist.ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
 ) -> Iterator[Any]:
     """`torch.distributed._coalescing_manager`, with all-gathers going one by one."""
-    group = group or dist.group.WORLD
+    group = c10d._group_or_default_group(group)
     with dist._coalescing_manager(group, device, async_ops) as manager:
         yield manager
         collected = c10d._world.pg_coalesce_state[group]
-        gathers = [each for each in collected if "all_gather" in each.op.__name__]
-        collected[:] = [each for each in collected if each not in gathers]
-    for each in gathers:
-        work = dist.all_gather_into_tensor(each.dst_tensor, each.tensor, group=group, async_op=async_ops)
-        manager.append(work)
+        gathers = [(each.dst_tensor, each.tensor) for each in collected if "all_gather" in each.op.__name__]
+        collected[:] = [each for each in collected if "all_gather" not in each.op.__name__]
+    for output, own in gathers:
+        assert output is not None  # only a reduction has none
+        manager.append(dist.all_gather_into_tensor(output, own, group=group, async_op=async_ops))
 
 
 def _share_storage(dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -68,7 +68,17 @@ def megatron_sources() -> Iterator[tuple[str, str]]:
 
 @cache
 def audit() -> Audit:
-    words = ("cuda", "nccl", "pin_memory", "record_stream", "all_gather", "compile", "load_inline", "rng_state", "coalescing")
+    words = (
+        "cuda",
+        "nccl",
+        "pin_memory",
+        "record_stream",
+        "all_gather",
+        "compile",
+        "load_inline",
+        "rng_state",
+        "coalescing",
+    )
     result = Audit(Counter(), {}, set(), {})
     for name, source in megatron_sources():
         if any(word in source for word in words):
