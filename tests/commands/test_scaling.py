@@ -64,7 +64,9 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name != "data wait")) for name in FAULTS]
+)
 def test_the_fault_is_named(fault: str, tmp_path: Path) -> None:
     vary, options = FAULTS[fault]
     recipe = slow_recipe(tmp_path) if fault == "data wait" else recipe_path("gpt_tiny")
@@ -84,7 +86,15 @@ def test_the_fault_is_named(fault: str, tmp_path: Path) -> None:
     assert "<svg" in (folder / "scaling.html").read_text()
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda ending: ending.name)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
+    ids=lambda ending: ending.name,
+)
 def test_no_training_outlives_the_command(ending: signal.Signals, tmp_path: Path) -> None:
     measure = ["--config", str(recipe_path("gpt_tiny")), "--devices", "1", "2", "--steps", "10000", "--repeats", "1"]
     command = subprocess.Popen(

@@ -141,10 +141,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 
+QUICK = ("pp3 heads", "pp2 heads")
+
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=[pytest.mark.slow] if index >= 2 else []) for index, name in enumerate(LAYOUTS)],
+    [pytest.param(name, marks=[pytest.mark.slow] * (not name.startswith(QUICK))) for name in LAYOUTS],
 )
 def test_layout_equals_single_process(layout: str) -> None:
     assert_equals_single_process(SHAPE, *LAYOUTS[layout], f"{SHAPE} at {layout}")

@@ -109,6 +109,7 @@ RARE = (
     "tp4+sp",
     "tp2 pp2 sp dp2",
     "tp2 pp2 sp dp2 optim",
+    "cp4 p2p",
     "cp4 a2a+p2p",
     "cp2 tp2 sp dp2 optim",
     "cp2 pp2 vpp2",

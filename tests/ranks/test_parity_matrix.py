@@ -1,6 +1,6 @@
 """Every pair of parallel options that fits into 8 processes, against the single process.
 
-The pairs are covered by few cases (`tests/support/pairwise.py`); one of them is a quick test.
+The pairs are covered by few cases (`tests/support/pairwise.py`); the quick tests of layouts are in `test_parity.py`.
 """
 
 from __future__ import annotations
@@ -74,11 +74,6 @@ def cases() -> list[Case]:
     return pairwise(FACTORS, feasible, world_size)
 
 
-def quick() -> Case:
-    """It mixes much and doesn't take long, as context parallelism does on few cores."""
-    return next(case for case in cases() if case["tp"] > 1 and case["pp"] > 1 and case["cp"] == 1)
-
-
 def _name(case: Case) -> str:
     """Its values that aren't the usual ones, such as "llama tp2 sp pp2 optim"."""
     sizes = [f"{name}{case[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if (case[name] or 1) > 1]
@@ -117,9 +112,7 @@ def test_the_cases_cover_every_pair_that_fits() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=_name(case), marks=[pytest.mark.slow] if case != quick() else []) for case in cases()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, id=_name(case)) for case in cases()])
 def test_case_equals_single_process(case: Case) -> None:
     assert_equals_single_process(case["shape"], world_size(case), strategy_of(case), str(case))
