@@ -76,6 +76,24 @@ def test_other_architectures(reference: Any, shape: str, layout: Layout) -> None
     assert_equal_weights(weights(shape, layout), reference(shape))
 
 
+GROUPED = {"moe_grouped_gemm": True}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(config=GROUPED),
+        Layout(2, ep=2, config=GROUPED),
+        Layout(2, tp=2, etp=2, sequence_parallel=True, config=GROUPED),
+        Layout(4, tp=2, ep=2, etp=2, sequence_parallel=True, config=GROUPED),
+    ],
+    ids=["one", "ep2", "etp2", "ep2 etp2"],
+)
+def test_grouped_experts_have_the_names_and_places_of_sequential_ones(reference: Any, layout: Layout) -> None:
+    """So weights, and checkpoints, are those of Megatron Core's own experts."""
+    assert_equal_weights(weights("moe", layout), reference("moe"))
+
+
 def assert_equal_weights(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert got.keys() == wanted.keys()
     different = [name for name in wanted if not torch.equal(got[name], wanted[name])]

@@ -58,6 +58,8 @@ def reference() -> Any:
 
 
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+GROUPED = {"moe_grouped_gemm": True}
+GROUPED_RECOMPUTE = {**GROUPED, "recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,24 @@ RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_a
     ids=lambda value: value if isinstance(value, str) else f"tp{value.tp}{'+sp' * value.sequence_parallel}",
 )
 def test_tensor_parallel_equals_single_process(reference: Any, shape: str, layout: Layout) -> None:
+    assert_equals_reference(reference, shape, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(config=GROUPED),
+        Layout(config=GROUPED_RECOMPUTE),
+        Layout(2, tp=2, etp=2, sequence_parallel=True, config=GROUPED),
+        Layout(2, tp=2, ep=2, sequence_parallel=True, config=GROUPED),
+    ],
+    ids=["one", "one, moe_act recomputed", "etp2", "ep2"],
+)
+def test_grouped_experts_equal_megatrons_sequential_ones(reference: Any, layout: Layout) -> None:
+    assert_equals_reference(reference, "moe", layout)
+
+
+def assert_equals_reference(reference: Any, shape: str, layout: Layout) -> None:
     wanted_losses, wanted = reference(shape)
     results = run_ranks(loss_and_gradients, layout.world_size, shape, layout)
     for losses, _ in results:

@@ -55,6 +55,7 @@ class Layout:
         pp: pipeline parallel size.
         vpp: virtual pipeline stages per rank; None without interleaving.
         ep: expert parallel size.
+        etp: expert tensor parallel size.
         sequence_parallel: whether sequence parallelism is on.
         config: further fields.
     """
@@ -64,6 +65,7 @@ class Layout:
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
+    etp: int = 1
     sequence_parallel: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -73,7 +75,7 @@ def initialize_parallel(layout: Layout) -> None:
     if not dist.is_initialized():
         init_gloo()
     parallel_state.initialize_model_parallel(
-        layout.tp, layout.pp, layout.vpp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=1
+        layout.tp, layout.pp, layout.vpp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp
     )
     model_parallel_cuda_manual_seed(1)
 
@@ -89,7 +91,7 @@ def make_config(shape: str, layout: Layout, **fields: Any) -> TransformerConfig:
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": layout.vpp,
             "expert_model_parallel_size": layout.ep,
-            "expert_tensor_parallel_size": 1,
+            "expert_tensor_parallel_size": layout.etp,
             "sequence_parallel": layout.sequence_parallel,
             "pipeline_dtype": torch.float32,
         }
