@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lt_parallel.data.indexed import IndexedDataModule
     from lt_parallel.data.text import TextDataModule
     from lt_parallel.models.gpt import GPTModule
+    from lt_parallel.models.mixture_of_experts import MixtureOfExperts
+    from lt_parallel.models.multi_latent_attention import MultiLatentAttention
     from lt_parallel.plugins.checkpoint_io import MegatronCheckpointIO
     from lt_parallel.plugins.precision import MegatronPrecision
     from lt_parallel.strategies.megatron import MegatronParallelStrategy
@@ -35,6 +37,8 @@ __all__ = [
     "MegatronParallelStrategy",
     "MegatronPrecision",
     "MemoryMonitor",
+    "MixtureOfExperts",
+    "MultiLatentAttention",
     "TextDataModule",
     "ThroughputMonitor",
     "__version__",
@@ -49,6 +53,8 @@ _HOMES = {
     "MegatronParallelStrategy": "strategies.megatron",
     "MegatronPrecision": "plugins.precision",
     "MemoryMonitor": "callbacks.memory",
+    "MixtureOfExperts": "models.mixture_of_experts",
+    "MultiLatentAttention": "models.multi_latent_attention",
     "TextDataModule": "data.text",
     "ThroughputMonitor": "callbacks.throughput",
 }

@@ -271,6 +271,48 @@ def _fully_sharded_fits(settings: Settings) -> None:
         )
 
 
+def _experts_fit(settings: Settings) -> None:
+    """How experts are spread over ranks, and what a layer of them asks of the dense sizes."""
+    sizes, experts = settings.sizes, settings.get("model", "num_moe_experts")
+    ep, tp = sizes.expert_model_parallel_size, sizes.tensor_model_parallel_size
+    if experts is None:
+        if ep > 1:
+            raise ValueError(
+                f"expert_model_parallel_size={ep} needs a model with experts, such as GPTModule(moe=...); use 1"
+            )
+        return
+    require_divisible("num_moe_experts", experts, "expert_model_parallel_size", ep)
+    if tp > 1 and not settings.get("model", "sequence_parallel"):
+        raise ValueError(
+            f"num_moe_experts={experts} with tensor_model_parallel_size={tp} needs sequence_parallel=True: else every "
+            "tensor-parallel rank would send the same tokens to the experts; set it, or tensor_model_parallel_size=1"
+        )
+    width, shared = (settings.get("model", f"moe_{n}") for n in ("ffn_hidden_size", "shared_expert_intermediate_size"))
+    if width is not None:
+        etp = sizes.effective_expert_tensor_parallel_size
+        require_divisible("moe_ffn_hidden_size", width, "expert_tensor_parallel_size", etp)
+    if shared is not None:
+        require_divisible("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
+
+
+def _latent_attention_fits(settings: Settings) -> None:
+    """Multi-latent attention beside tensor parallelism."""
+    tp = settings.sizes.tensor_model_parallel_size
+    if not settings.get("model", "multi_latent_attention") or tp == 1:
+        return
+    if not settings.get("model", "sequence_parallel"):
+        raise ValueError(
+            f"GPTModule(mla=...) with tensor_model_parallel_size={tp} needs sequence_parallel=True: Megatron Core sums "
+            "the gradients of the key channels that all heads share only there; set it, or tensor_model_parallel_size=1"
+        )
+    if settings.get("model", "transformer_impl") == "local":  # Transformer Engine's aren't cut
+        ranks, position = settings.get("model", "q_lora_rank"), settings.get("model", "qk_pos_emb_head_dim")
+        shared = settings.get("model", "kv_lora_rank") + position
+        if ranks is not None:
+            require_divisible("q_lora_rank", ranks, "tensor_model_parallel_size", tp)
+        require_divisible("kv_lora_rank + qk_pos_emb_head_dim", shared, "tensor_model_parallel_size", tp)
+
+
 def _overlaps_fit(settings: Settings) -> None:
     """What each overlap needs."""
     reduces, gathers = bool(settings.get("ddp", "overlap_grad_reduce")), settings.get("ddp", "overlap_param_gather")
@@ -328,6 +370,8 @@ RULES: tuple[Callable[[Settings], None], ...] = (
     _sequence_divides,
     _cp_comm_type_fits,
     _fully_sharded_fits,
+    _latent_attention_fits,
+    _experts_fit,
     _overlaps_fit,
     _tp_comm_fits,
     _p2p_fits,

@@ -55,6 +55,22 @@ class MegatronLightningModule(L.LightningModule, ABC):
     def begin_step(self, micro_batches: Sequence[Any]) -> None:
         """See `ChunkedModule.begin_step`."""
 
+    def end_step(self, num_microbatches: int) -> Mapping[str, Tensor]:
+        """See `ChunkedModule.end_step`."""
+        return {}
+
+    def pad_micro_batch(self, batch: Any, num_samples: int) -> Any:
+        """See `ChunkedModule.pad_micro_batch`.
+
+        Raises:
+            ValueError: The model doesn't say how.
+        """
+        raise ValueError(
+            f"data-parallel ranks that share experts evaluate micro batches of {num_samples} samples together, and one "
+            f"has fewer; write {type(self).__name__}.pad_micro_batch(batch, num_samples), or let the number of samples "
+            "be a multiple of the micro batch size times the data-parallel size"
+        )
+
     def model_flops(self) -> ModelFlops | None:
         """FLOPs of one sequence, for `ThroughputMonitor`; None where nobody has counted them.
 

@@ -8,6 +8,7 @@ take part in the loss or in sampling.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from lt_parallel.models.gpt_arguments import (
     ValidationMetric,
     check_gpt_arguments,
 )
+from lt_parallel.models.mixture_of_experts import MixtureOfExperts
+from lt_parallel.models.multi_latent_attention import MultiLatentAttention
 from lt_parallel.models.token_check import check_batch
 from lt_parallel.ops.zigzag import cut
 from lt_parallel.pipeline_balance import LayerCosts
@@ -73,6 +76,8 @@ class GPTModule(MegatronLightningModule):
             their losses (`models/multi_token_prediction.py` has the formula) and logs these apart, per token, as
             `mtp_1_loss` and so on; `train_loss` stays the model's own. Evaluation and generation don't run them.
         mtp_loss_scaling_factor: Weight of their losses' mean beside the model's own loss.
+        moe: Experts in place of the MLP, in all layers or some; None: a dense model.
+        mla: Multi-head latent attention, which needs position_embedding_type="rope"; None: plain or grouped-query.
         lr: Highest learning rate (AdamW).
         min_lr: Where the decay ends.
         lr_warmup_iters: Global steps of linear warm-up; the first step has lr / lr_warmup_iters, not 0.
@@ -116,6 +121,8 @@ class GPTModule(MegatronLightningModule):
         init_method_std: float = 0.02,
         mtp_num_layers: int | None = None,
         mtp_loss_scaling_factor: float = 0.1,
+        moe: MixtureOfExperts | None = None,
+        mla: MultiLatentAttention | None = None,
         lr: float = 3e-4,
         min_lr: float = 3e-5,
         lr_warmup_iters: int = 0,
@@ -131,6 +138,9 @@ class GPTModule(MegatronLightningModule):
         validation_metrics: list[ValidationMetric] | None = None,
     ) -> None:
         super().__init__()
+        self.moe, self.mla = MixtureOfExperts.of(moe), MultiLatentAttention.of(mla)
+        # As plain values, so that a checkpoint is read without them.
+        moe, mla = (None if part is None else asdict(part) for part in (self.moe, self.mla))  # type: ignore[assignment]
         self.save_hyperparameters()
         self.vocab_size, self.seq_length = vocab_size, seq_length
         self.max_position_embeddings = max_position_embeddings or seq_length
@@ -174,9 +184,19 @@ class GPTModule(MegatronLightningModule):
             init_method_std=hp.init_method_std,
             **{name: value for name, value in optional.items() if value is not None},
         )
+        if self.moe is not None:
+            self.moe.contribute(settings)
+        if self.mla is not None:
+            self.mla.contribute(settings, rotary_base=hp.rotary_base)
         settings.seq_length = self.seq_length
         settings.tied_embeddings = not hp.untie_embeddings_and_output_weights
         self.padded_vocab_size = check_vocab(settings, self.vocab_size, hp.make_vocab_size_divisible_by)
+
+    def config_class(self) -> type:
+        """Megatron Core's class for the kind of attention."""
+        from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+        return super().config_class() if self.mla is None else MLATransformerConfig
 
     def build_chunk(
         self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None, groups: Any
@@ -281,6 +301,26 @@ class GPTModule(MegatronLightningModule):
         assert self.model_chunks is not None
         chunk: Any = self.model_chunks[-1]
         chunk.mtp_weights = (counts[0] / counts[1:].clamp(min=1)).float()
+
+    def end_step(self, num_microbatches: int) -> Mapping[str, Tensor]:
+        """The routers' losses; collective over all ranks."""
+        if self.moe is None:
+            return {}
+        from lt_parallel.models.router_losses import collect_router_losses
+
+        assert self.model_chunks is not None
+        config = self.model_chunks[0].config
+        return collect_router_losses(config, self.megatron.groups, num_microbatches, self.device)
+
+    def pad_micro_batch(self, batch: Mapping[str, Tensor], num_samples: int) -> Mapping[str, Tensor]:
+        """Repeats the last sample with a mask of zeros."""
+        missing = num_samples - len(batch["tokens"])
+        padded = {
+            name: torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) for name, value in batch.items()
+        }
+        if missing:
+            padded["loss_mask"][-missing:] = 0
+        return padded
 
     def micro_batch_shape(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
         """(seq_length, micro_batch_size)."""

@@ -73,6 +73,8 @@ def check_gpt_arguments(hp: Any) -> None:
         _check_rotary(hp)
     if hp.mtp_num_layers is not None:
         _check_mtp(hp)
+    if hp.mla is not None and hp.position_embedding_type != "rope":
+        raise ValueError(f"mla needs position_embedding_type='rope', not {hp.position_embedding_type!r}")
     if hp.max_position_embeddings is not None and hp.max_position_embeddings < hp.seq_length:
         raise ValueError(
             f"max_position_embeddings={hp.max_position_embeddings} must be at least seq_length={hp.seq_length}"

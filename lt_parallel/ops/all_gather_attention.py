@@ -8,7 +8,8 @@ and to its own.
 Bytes received by each rank: forward (cp - 1) x (its keys and values); backward the same, and as much for the gradients'
 reduce-scatter (in fp32).
 
-Shapes: b batch, s this rank's part of the sequence, n query heads, g key/value heads, d channels.
+Shapes: b batch, s this rank's part of the sequence, n query heads, g key/value heads, d channels of query and key, e of
+value.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def all_gather_attention(
     Args:
         query: ``[b, n, s, d]``, in zigzag order.
         key: ``[b, g, s, d]``.
-        value: ``[b, g, s, d]``.
+        value: ``[b, g, s, e]``.
         group: The context-parallel ranks.
         causal: Whether a query sees only keys up to its own position.
         scale: Factor on the scores.
 
     Returns:
-        ``[b, n, s, d]`` in the query's dtype.
+        ``[b, n, s, e]`` in the query's dtype.
     """
     result: Tensor = _AllGatherAttention.apply(query, key, value, group, causal, scale)
     return result

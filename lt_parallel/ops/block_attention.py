@@ -8,7 +8,11 @@ gradients are exact if its kernel gets the *whole* output and log-sum-exp. (Dao 
 PyTorch's flash and cuDNN kernels return the log-sum-exp and their backward operators take it, so each block runs at
 their speed.
 
-Shapes: b batch, n query heads, g key/value heads (n a multiple of g), s_q queries, s_k keys, d channels.
+Those kernels want as many channels in a value as in a key. Where they differ (multi-latent attention), the narrower
+gets zeros here, block by block, so that what travels between ranks stays narrow; zeros change no score and no output.
+
+Shapes: b batch, n query heads, g key/value heads (n a multiple of g), s_q queries, s_k keys, d channels of query and
+key, e channels of value.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _aten = torch.ops.aten
@@ -23,7 +28,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Block(NamedTuple):
-    """What a block gives: output ``[b, n, s_q, d]`` and log-sum-exp ``[b, n, s_q]`` (fp32, or fp64 for fp64 inputs)."""
+    """What a block gives: output ``[b, n, s_q, e]`` and log-sum-exp ``[b, n, s_q]`` (fp32, or fp64 for fp64 inputs)."""
 
     output: Tensor
     lse: Tensor
@@ -35,13 +40,20 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, sca
     Args:
         query: ``[b, n, s_q, d]``.
         key: ``[b, g, s_k, d]``.
-        value: ``[b, g, s_k, d]``.
+        value: ``[b, g, s_k, e]``.
         causal: Whether query i sees keys 0 to i only; needs s_q = s_k.
         scale: Factor on the scores.
     """
+    channels = value.size(3)
+    query, key, value = _equally_wide(query, key, value)
+    output, lse = _attend(query, key, value, causal, scale)
+    return Block(output[..., :channels], lse)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     if not query.is_cuda:
         output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-        return Block(output, lse)
+        return output, lse
     key, value = _expanded(query, key), _expanded(query, value)
     if query.dtype in _HALF:
         output, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
@@ -49,7 +61,7 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, sca
         output, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, causal, scale=scale
         )
-    return Block(output, lse[..., : query.size(2)])  # kernels may pad it
+    return output, lse[..., : query.size(2)]  # kernels may pad it
 
 
 def block_gradients(
@@ -65,7 +77,7 @@ def block_gradients(
     """One block's share of the gradients of query, key and value.
 
     Args:
-        grad_output: Gradient of the whole output, ``[b, n, s_q, d]``.
+        grad_output: Gradient of the whole output, ``[b, n, s_q, e]``.
         query: As in `attend_block`.
         key: As there.
         value: As there.
@@ -73,6 +85,17 @@ def block_gradients(
         causal: As there.
         scale: As there.
     """
+    widths = query.size(3), key.size(3), value.size(3)
+    query, key, value, grad_output, output = _equally_wide(query, key, value, grad_output, whole.output)
+    whole = Block(output, whole.lse)
+    gradients = _block_gradients(grad_output, query, key, value, whole, causal, scale)
+    of_query, of_key, of_value = (grad[..., :width] for grad, width in zip(gradients, widths, strict=True))
+    return of_query, of_key, of_value
+
+
+def _block_gradients(
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Block, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     if not query.is_cuda:
         result = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_output, query, key, value, whole.output, whole.lse, 0.0, causal, scale=scale
@@ -119,6 +142,12 @@ def block_gradients(
     return result[0], _folded(result[1], groups), _folded(result[2], groups)
 
 
+def _equally_wide(*tensors: Tensor) -> list[Tensor]:
+    """Tensors ``[b, n, s, channels]`` with zeros after the channels of the narrower ones."""
+    width = max(tensor.size(3) for tensor in tensors)
+    return [F.pad(tensor, (0, width - tensor.size(3))) if tensor.size(3) < width else tensor for tensor in tensors]
+
+
 def _expanded(query: Tensor, grouped: Tensor) -> Tensor:
     """Key or value heads repeated for each query head of their group."""
     repeats = query.size(1) // grouped.size(1)
@@ -136,7 +165,7 @@ def _folded(gradient: Tensor, groups: int) -> Tensor:
 def _padded(lse: Tensor) -> Tensor:
     """The memory-efficient kernel wants the log-sum-exp's length as a multiple of 32."""
     rest = -lse.size(-1) % 32
-    return lse.contiguous() if rest == 0 else torch.nn.functional.pad(lse, (0, rest), value=float("inf"))
+    return lse.contiguous() if rest == 0 else F.pad(lse, (0, rest), value=float("inf"))
 
 
 def accumulate(whole: Block | None, block: Block) -> Block:

@@ -37,7 +37,7 @@ def context_parallel_attention(
     Args:
         query: ``[b, n, s, d]``, this rank's part of the sequence in zigzag order.
         key: ``[b, g, s, d]``, n a multiple of g.
-        value: ``[b, g, s, d]``.
+        value: ``[b, g, s, e]``.
         comm_type: One of the table's. The a2a ones need n and g to be multiples of the number of ranks that
             exchange heads.
         group: The context-parallel ranks.
@@ -46,7 +46,7 @@ def context_parallel_attention(
         scale: Factor on the scores.
 
     Returns:
-        ``[b, n, s, d]``.
+        ``[b, n, s, e]``.
     """
     if comm_type == "p2p":
         return ring_attention(query, key, value, group, causal=causal, scale=scale)

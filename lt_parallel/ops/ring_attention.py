@@ -9,7 +9,8 @@ In the backward pass keys, values and their gradients travel, the gradients one 
 
 Bytes sent by each rank: forward (cp - 1) x (its keys and values); backward the same plus cp x (their gradients, fp32).
 
-Shapes: b batch, s this rank's part of the sequence, n query heads, g key/value heads, d channels.
+Shapes: b batch, s this rank's part of the sequence, n query heads, g key/value heads, d channels of query and key, e of
+value.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Any, *, cau
     Args:
         query: ``[b, n, s, d]``; with `causal` in zigzag order.
         key: ``[b, g, s, d]``.
-        value: ``[b, g, s, d]``.
+        value: ``[b, g, s, e]``.
         group: The context-parallel ranks.
         causal: Whether a query sees only keys up to its own position.
         scale: Factor on the scores.
 
     Returns:
-        ``[b, n, s, d]`` in the query's dtype.
+        ``[b, n, s, e]`` in the query's dtype.
     """
     result: Tensor = _RingAttention.apply(query, key, value, group, causal, scale)
     return result

@@ -39,7 +39,9 @@ class GlobalStep:
         self._module, self._wrapped, self._groups = module, wrapped, groups
         self._device = device
         self._chunked = is_chunked(module)
-        self._gathers = any(is_fully_sharded(chunk) for chunk in wrapped)
+        # Data-parallel ranks that exchange parameters or tokens inside the layers must run them equally often.
+        self._share_experts = groups.ep.size() > 1
+        self._together = any(is_fully_sharded(chunk) for chunk in wrapped) or self._share_experts
         shape = module.micro_batch_shape if is_chunked(module) and groups.pp.size() > 1 else None
         self._schedule = StepSchedule(wrapped, config, groups, shape, device)
         self._reducer = StepMetricsReducer(groups.dp_cp, groups.pp, device)
@@ -69,6 +71,8 @@ class GlobalStep:
         if not self._chunked:  # evaluation and checkpoints must see one model, as after every step of torch's DDP
             copy_buffers_from_first_rank(self._module, self._groups)
         self.measured = {name: value.mean for name, value in self._reducer.reduce(metrics).items()}
+        if is_chunked(self._module):
+            self.measured.update(self._module.end_step(len(batch)))
         return self.measured.pop("loss")
 
     def evaluate(self, method: str, batch: list[Any], *args: Any) -> Any:
@@ -86,8 +90,10 @@ class GlobalStep:
             if not self._chunked:
                 return self._evaluate_plain(method, batch, args)
             num_counted = len(batch)
-            if self._gathers:
+            if self._together:
                 batch = as_many_everywhere(batch, self._groups.dp_cp, self._device)
+            if self._share_experts:
+                batch = self._as_large_everywhere(batch)
             step = self._chunk_step(method, *args)
             metrics = self._schedule.run(batch, step, self._loss_function, forward_only=True, num_counted=num_counted)
         reduced = self._reducer.reduce(metrics)
@@ -115,6 +121,17 @@ class GlobalStep:
         with whole_parameters(self._wrapped):
             return self._schedule.run([batch], chunk_step, loss_function, forward_only=True)
 
+    def _as_large_everywhere(self, batch: list[Any]) -> list[Any]:
+        """Micro batches that hold as many samples on every rank: ranks that share experts exchange equal parts."""
+        module, sizes = self._module, [num_samples(each) for each in batch]
+        every: list[Any] = [None] * self._groups.dp_cp.size()
+        torch.distributed.all_gather_object(every, sizes, group=self._groups.dp_cp)
+        if all(each == sizes for each in every):
+            return batch
+        assert is_chunked(module), "experts are in chunks"
+        largest = [max(of_ranks) for of_ranks in zip(*every, strict=True)]
+        return [module.pad_micro_batch(each, size) for each, size in zip(batch, largest, strict=True)]
+
     def _chunk_step(self, method: str, *args: Any) -> Callable[[Any, Any], Any]:
         if not self._chunked:
             return lambda batch, chunk: chunk(method, batch, *args)
@@ -131,7 +148,7 @@ class GlobalStep:
 
     def _evaluate_plain(self, method: str, batch: list[Any], args: Any) -> Any:
         output, chunk = None, self._wrapped[0]
-        with evaluated_by_all(chunk, len(batch), self._groups.dp_cp) if self._gathers else nullcontext():
+        with evaluated_by_all(chunk, len(batch), self._groups.dp_cp) if self._together else nullcontext():
             for micro_batch in batch:
                 with logs_weighted_by(self._module, num_samples(micro_batch)):
                     output = chunk(method, micro_batch, *args)

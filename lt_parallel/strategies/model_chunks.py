@@ -53,6 +53,22 @@ class ChunkedModule(Protocol):
     def begin_step(self, micro_batches: Sequence[Any]) -> None:
         """Called on every rank with a training step's micro batches, before the first of them runs."""
 
+    def end_step(self, num_microbatches: int) -> Mapping[str, Tensor]:
+        """Called on every rank after a training step's micro batches.
+
+        Args:
+            num_microbatches: How many this rank has run.
+
+        Returns:
+            What the step measured besides what `loss_function` returned, by name; equal on every rank.
+        """
+
+    def pad_micro_batch(self, batch: Any, num_samples: int) -> Any:
+        """A micro batch filled up to `num_samples` with samples that count for nothing.
+
+        Called in evaluation where ranks share experts and the last micro batches differ in size.
+        """
+
     def loss_function(self, output: Any, batch: Any) -> tuple[Tensor, Tensor, Mapping[str, MetricValue]]:
         """(loss_sum, num_tokens, metrics) of the last chunk's output for one micro batch."""
 

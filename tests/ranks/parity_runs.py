@@ -22,7 +22,7 @@ VOCAB_SIZE = 100  # padded to 128
 MICRO_BATCH, GLOBAL_BATCH, STEPS = 2, 16, 10
 
 GPT2 = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
-LLAMA = {
+LLAMA: dict[str, Any] = {
     **GPT2,
     "num_query_groups": 4,
     "num_attention_heads": 8,
@@ -33,7 +33,39 @@ LLAMA = {
     "position_embedding_type": "rope",
     "untie_embeddings_and_output_weights": True,
 }
-SHAPES = {"gpt2": GPT2, "llama": LLAMA, "llama+mtp": {**LLAMA, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}}
+MOE: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 96,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+MIXTRAL = {**LLAMA, "moe": {**MOE, "moe_aux_loss_coeff": 2e-2, "moe_z_loss_coeff": 1e-3}}
+QWEN3_MOE = {**LLAMA, "qk_layernorm": True, "kv_channels": 16, "moe": {**MOE, "moe_aux_loss_coeff": 1e-2}}
+DEEPSEEK_V3 = {
+    **{name: value for name, value in LLAMA.items() if name != "num_query_groups"},
+    "num_attention_heads": 4,
+    "qk_layernorm": True,
+    "mtp_num_layers": 1,
+    "mtp_loss_scaling_factor": 0.3,
+    "mla": {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16},
+    "moe": {
+        **MOE,
+        "moe_aux_loss_coeff": 1e-3,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_shared_expert_intermediate_size": 96,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+}
+MOE_SHAPES: dict[str, dict[str, Any]] = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
+DENSE_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "llama+mtp": {**LLAMA, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
+}
+SHAPES = {**DENSE_SHAPES, **MOE_SHAPES}
 OPTIMIZER = {"lr": 2e-3, "min_lr": 2e-4, "lr_warmup_iters": 3, "lr_decay_iters": 20, "weight_decay": 0.1}
 
 
@@ -61,22 +93,22 @@ class StepNumbers(L.Callback):
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.mtp_losses: dict[str, list[float]] = {}
+        self.further_losses: dict[str, list[float]] = {}
         self.grad_norms: list[float] = []
         self.val_losses: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
         for name, value in trainer.callback_metrics.items():
-            if name.startswith("mtp_"):
-                self.mtp_losses.setdefault(name, []).append(float(value))
+            if name.startswith("mtp_") or "load_balancing_loss" in name or "z_loss" in name:
+                self.further_losses.setdefault(name, []).append(float(value))
         self.grad_norms.append(trainer.optimizers[0].grad_norm)
 
     def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.val_losses.append(float(trainer.callback_metrics["val_loss"]))
 
     def numbers(self) -> dict[str, list[float]]:
-        return {"loss": self.losses, **self.mtp_losses, "grad_norm": self.grad_norms, "val_loss": self.val_losses}
+        return {"loss": self.losses, **self.further_losses, "grad_norm": self.grad_norms, "val_loss": self.val_losses}
 
 
 def build_trainer(numbers: StepNumbers, strategy: dict[str, Any], **options: Any) -> L.Trainer:

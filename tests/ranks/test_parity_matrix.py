@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from lt_parallel.strategies.fully_sharded import FSDP_STRATEGIES
-from tests.ranks.parity_runs import SHAPES
+from tests.ranks.parity_runs import DENSE_SHAPES
 from tests.ranks.test_parity import assert_equals_single_process
 from tests.support.pairwise import Case, feasible_cases, pairs_of, pairwise
 
 MOST_PROCESSES = 8
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "shape": tuple(SHAPES),
+    "shape": tuple(DENSE_SHAPES),
     "tp": (1, 2, 4),
     "sp": (False, True),
     "pp": (1, 2, 4),
@@ -35,7 +35,7 @@ def world_size(case: Case) -> int:
 
 
 def feasible(case: Case) -> bool:
-    shape, kind = SHAPES[case["shape"]], case["cp_comm_type"]
+    shape, kind = DENSE_SHAPES[case["shape"]], case["cp_comm_type"]
     groups = shape.get("num_query_groups", shape["num_attention_heads"])
     exchanged = {"a2a": case["cp"], "a2a+p2p": 2}.get(kind, 1)  # ranks that hand each other heads
     return (
@@ -64,7 +64,7 @@ def strategy_of(case: Case) -> dict[str, Any]:
     if case["cp_comm_type"] == "a2a+p2p":
         strategy["hierarchical_context_parallel_sizes"] = [2, 2]
     if case["pp"] * (case["vpp"] or 1) == 8:  # more stages than layers
-        heads = "m" * SHAPES[case["shape"]].get("mtp_num_layers", 0)
+        heads = "m" * DENSE_SHAPES[case["shape"]].get("mtp_num_layers", 0)
         strategy["pipeline_model_parallel_layout"] = f"Et|t|t||t||{heads}|L"
     return strategy
 

@@ -43,7 +43,7 @@ def test_public_names_are_the_classes_of_their_modules() -> None:
     from lt_parallel.callbacks.overlap import CommunicationOverlap
     from lt_parallel.callbacks.throughput import ThroughputMonitor
     from lt_parallel.data import IndexedDataModule, TextDataModule
-    from lt_parallel.models import GPTModule
+    from lt_parallel.models import GPTModule, MixtureOfExperts, MultiLatentAttention
     from lt_parallel.plugins.checkpoint_io import MegatronCheckpointIO
     from lt_parallel.plugins.precision import MegatronPrecision
     from lt_parallel.strategies import MegatronParallelStrategy
@@ -57,6 +57,8 @@ def test_public_names_are_the_classes_of_their_modules() -> None:
         MegatronParallelStrategy,
         MegatronPrecision,
         MemoryMonitor,
+        MixtureOfExperts,
+        MultiLatentAttention,
         TextDataModule,
         ThroughputMonitor,
     ]

@@ -19,8 +19,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
+
+from lt_parallel.plugins.layer_backend.latent_attention import TorchMLASelfAttention
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
@@ -98,6 +101,7 @@ def _with_backend_classes(spec: ModuleSpec, config: TransformerConfig, backend: 
     }
     attention = replace(
         attention,
+        module=TorchMLASelfAttention if attention.module is MLASelfAttention else attention.module,
         submodules=replace(attention.submodules, core_attention=provider.core_attention(), **qk_norms),
     )
     mlp = layer.mlp
