@@ -34,6 +34,7 @@ from tests.support.ranks import init_gloo, run_ranks
 
 KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 BATCH, CHANNELS, SCALE = 2, 8, 0.3
+NARROW, WIDE = 5, 12  # channels of values; of queries and keys there are CHANNELS
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -56,17 +57,18 @@ def hierarchy(kind: str) -> list[Any] | None:
     return [pairs[rank // 2], rings[rank % 2]]
 
 
-def errors(cases: list[tuple[str, bool, torch.dtype, int, int, int, int]]) -> list[float]:
+def errors(cases: list[tuple[str, bool, torch.dtype, int, int, int, int, int]]) -> list[float]:
     """Largest error of output and gradients, relative to the reference's largest value, for each case."""
     init_gloo()
     group: Any = dist.group.WORLD
     rank, size = group.rank(), group.size()
     hierarchies = {kind: hierarchy(kind) for kind in {case[0] for case in cases}}
     found = []
-    for kind, causal, dtype, heads, groups, chunk, seed in cases:
+    for kind, causal, dtype, heads, groups, width, chunk, seed in cases:
         generator = torch.Generator().manual_seed(seed)
         length = 2 * size * chunk
-        shapes = [(BATCH, count, length, CHANNELS) for count in (heads, groups, groups, heads)]
+        sizes = [(heads, CHANNELS), (groups, CHANNELS), (groups, width), (heads, width)]
+        shapes = [(BATCH, count, length, channels) for count, channels in sizes]
         query, key, value, upstream = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
         whole = [part.to(dtype).double().requires_grad_() for part in (query, key, value)]
         expected = dense(*whole, causal)
@@ -100,6 +102,7 @@ def test_equals_dense_attention(data: st.DataObject, size: int) -> None:
                 st.sampled_from(list(LIMITS)),
                 st.sampled_from([4, 8]),
                 st.just(4),
+                st.sampled_from([CHANNELS, NARROW, WIDE]),
                 st.integers(1, 9),
                 st.integers(0, 99),
             ),
@@ -113,9 +116,25 @@ def test_equals_dense_attention(data: st.DataObject, size: int) -> None:
 
 
 def test_three_ranks_and_one_key_head() -> None:
-    cases = [(kind, causal, torch.float64, 3, 1, 5, 1) for kind in ("p2p", "all_gather") for causal in (True, False)]
+    cases = [
+        (kind, causal, torch.float64, 3, 1, CHANNELS, 5, 1)
+        for kind in ("p2p", "all_gather")
+        for causal in (True, False)
+    ]
     for rank in run_ranks(errors, 3, cases):
         assert max(rank) <= LIMITS[torch.float64]
+
+
+def test_values_with_fewer_and_with_more_channels_than_keys() -> None:
+    cases = [
+        (kind, causal, torch.float64, 8, 4, width, 3, 1)
+        for kind in KINDS
+        for causal in (True, False)
+        for width in (NARROW, WIDE)
+    ]
+    for rank in run_ranks(errors, 4, cases):
+        for case, error in zip(cases, rank, strict=True):
+            assert error <= LIMITS[torch.float64], (case, error)
 
 
 # ---------------------------------------------------------------- what is moved and held
@@ -149,17 +168,21 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def bytes_sent(kind: str) -> tuple[int, int]:
-    """Forward and backward."""
+def bytes_sent(kind: str, widths: list[int]) -> list[tuple[int, int]]:
+    """Forward and backward, for each number of channels of a value."""
     init_gloo()
     group: Any = dist.group.WORLD
     hierarchical = hierarchy(kind)
-    parts = [torch.randn(BATCH, heads, 8, CHANNELS, requires_grad=True) for heads in (8, 4, 4)]
-    with Counting(group.size()) as counting:
-        output = context_parallel_attention(*parts, kind, group, hierarchical, causal=True, scale=SCALE)
-        forward = sum(counting.sent.values())
-        output.sum().backward()
-    return forward, sum(counting.sent.values()) - forward
+    found = []
+    for width in widths:
+        sizes = [(8, CHANNELS), (4, CHANNELS), (4, width)]
+        parts = [torch.randn(BATCH, heads, 8, channels, requires_grad=True) for heads, channels in sizes]
+        with Counting(group.size()) as counting:
+            output = context_parallel_attention(*parts, kind, group, hierarchical, causal=True, scale=SCALE)
+            forward = sum(counting.sent.values())
+            output.sum().backward()
+        found.append((forward, sum(counting.sent.values()) - forward))
+    return found
 
 
 QUERY_BYTES, KEY_BYTES = BATCH * 8 * 8 * CHANNELS * 4, BATCH * 4 * 8 * CHANNELS * 4
@@ -179,8 +202,10 @@ FORMULAS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_sent_are_the_formula_s(kind: str) -> None:
-    for rank in run_ranks(bytes_sent, CP, kind):
-        assert rank == FORMULAS[kind]
+    """As many values (outputs) as keys (queries) travel, so a value of half the channels saves a quarter."""
+    for whole, narrow in run_ranks(bytes_sent, CP, kind, [CHANNELS, CHANNELS // 2]):
+        assert whole == FORMULAS[kind]
+        assert narrow == tuple(sent * 3 // 4 for sent in whole)
 
 
 class CountedStep(StepNumbers):
