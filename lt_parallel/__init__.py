@@ -14,8 +14,12 @@ install_finder()
 
 if TYPE_CHECKING:
     from lt_parallel.callbacks.experiment_record import ExperimentRecord
+    from lt_parallel.callbacks.expert_dispatch import ExpertDispatch
+    from lt_parallel.callbacks.expert_load import ExpertLoadMonitor
+    from lt_parallel.callbacks.expert_rebalance import ExpertRebalance
     from lt_parallel.callbacks.memory import MemoryMonitor
     from lt_parallel.callbacks.overlap import CommunicationOverlap
+    from lt_parallel.callbacks.recompute import ActivationRecompute
     from lt_parallel.callbacks.throughput import ThroughputMonitor
     from lt_parallel.data.indexed import IndexedDataModule
     from lt_parallel.data.text import TextDataModule
@@ -29,8 +33,12 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ActivationRecompute",
     "CommunicationOverlap",
     "ExperimentRecord",
+    "ExpertDispatch",
+    "ExpertLoadMonitor",
+    "ExpertRebalance",
     "GPTModule",
     "IndexedDataModule",
     "MegatronCheckpointIO",
@@ -45,8 +53,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ActivationRecompute": "callbacks.recompute",
     "CommunicationOverlap": "callbacks.overlap",
     "ExperimentRecord": "callbacks.experiment_record",
+    "ExpertDispatch": "callbacks.expert_dispatch",
+    "ExpertLoadMonitor": "callbacks.expert_load",
+    "ExpertRebalance": "callbacks.expert_rebalance",
     "GPTModule": "models.gpt",
     "IndexedDataModule": "data.indexed",
     "MegatronCheckpointIO": "plugins.checkpoint_io",

@@ -30,6 +30,12 @@ class CommunicationOverlap(L.Callback):
             time, the other one has none. With virtual stages the strategy switches it on by itself.
         tp_comm: Overlap tensor-parallel collectives with the matrix products they belong to. Needs TransformerEngine
             and sequence_parallel.
+        moe_expert_parallel_comm: Run the forward pass of one micro batch beside the backward pass of another, layer by
+            layer, so that one computes while the other's tokens travel to experts and back. Needs
+            expert_model_parallel_size > 1, ExpertDispatch("alltoall") or ("flex"), bf16 or fp16, and virtual stages
+            where there is a pipeline.
+        delay_wgrad_compute: Form the gradients of weights apart from those of activations, while tokens travel. Needs
+            moe_expert_parallel_comm and TransformerEngine.
         bucket_size: Parameters per bucket; None: Megatron Core's choice. Needs grad_reduce.
         align_param_gather: All pipeline stages gather at the same time. Needs param_gather.
 
@@ -44,6 +50,8 @@ class CommunicationOverlap(L.Callback):
         param_gather: bool | None = None,
         p2p: bool | None = None,
         tp_comm: bool | None = None,
+        moe_expert_parallel_comm: bool | None = None,
+        delay_wgrad_compute: bool | None = None,
         bucket_size: int | None = None,
         align_param_gather: bool | None = None,
     ) -> None:
@@ -57,6 +65,8 @@ class CommunicationOverlap(L.Callback):
             "param_gather": param_gather,
             "p2p": p2p,
             "tp_comm": tp_comm,
+            "moe_expert_parallel_comm": moe_expert_parallel_comm,
+            "delay_wgrad_compute": delay_wgrad_compute,
             "align_param_gather": align_param_gather,
         }
         for name, value in self._given.items():
@@ -76,8 +86,13 @@ class CommunicationOverlap(L.Callback):
             "overlap_param_gather": chosen.get("param_gather"),
             "align_param_gather": chosen.get("align_param_gather"),
             "bucket_size": self._bucket_size,
+            "delay_wgrad_compute": chosen.get("delay_wgrad_compute"),
         }
-        model = {"tp_comm_overlap": chosen.get("tp_comm")}
+        model = {
+            "tp_comm_overlap": chosen.get("tp_comm"),
+            "overlap_moe_expert_parallel_comm": chosen.get("moe_expert_parallel_comm"),
+            "delay_wgrad_compute": chosen.get("delay_wgrad_compute"),
+        }
         if "p2p" in chosen:
             model |= {"overlap_p2p_comm": chosen["p2p"], "batch_p2p_comm": not chosen["p2p"]}
         owner = type(self).__name__

@@ -46,6 +46,7 @@ _UNKNOWN: dict[str, str] = {
 """Fields that, when set, make the model another than the one counted here; and why."""
 
 _RECOMPUTED_WITHOUT_MATRICES = ("layernorm", "moe_act")
+_RECOMPUTED_BESIDES = ("routed_experts", "a2a_overlap_attn", "a2a_overlap_post_attn", "a2a_overlap_mlp")
 _RECOMPUTED_WITH_MATRICES = ("core_attn", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 
@@ -194,7 +195,12 @@ class ModelFlops:
 
 
 def model_flops(
-    config: object, *, seq_length: int, vocab_size: int, document_lengths: Sequence[int] | None = None
+    config: object,
+    *,
+    seq_length: int,
+    vocab_size: int,
+    document_lengths: Sequence[int] | None = None,
+    recomputed_modules: Sequence[str] = (),
 ) -> ModelFlops:
     """Count the FLOPs of one sequence through a GPTModel.
 
@@ -207,6 +213,8 @@ def model_flops(
         document_lengths: Tokens of each document, where several are packed in the sequence and attention stays within
             them. What they leave of the sequence is padding that attends to nothing. None: one document of
             `seq_length` tokens.
+        recomputed_modules: Recomputed besides what `config` says: "routed_experts", "a2a_overlap_mlp" (the same),
+            "a2a_overlap_attn" (attention) or "a2a_overlap_post_attn" (the router).
 
     Raises:
         ValueError: A size is missing or wrong, the documents don't fit, or the configuration has a field set with which
@@ -225,7 +233,8 @@ def model_flops(
         vocab_size=vocab_size,
         main=_sum(layers) + output,
         mtp=mtp,
-        recomputed=_recomputed(config, layers, mtp_layers, seq_length),
+        recomputed=_recomputed(config, layers, mtp_layers, seq_length)
+        + _recomputed_besides(config, recomputed_modules, _sum([*layers, *mtp_layers])),
         weight_gradients_skipped=mtp.output_layer if getattr(config, "mtp_detach_heads", False) else 0,
     )
 
@@ -425,6 +434,24 @@ def _recomputed_modules(config: object, layers: Sequence[ForwardFlops], seq_leng
         experts=moe * total.experts,
         # With both, one checkpoint lies in the other, and the shared experts run three times in all.
         shared_experts=(moe + shared) * total.shared_experts,
+    )
+
+
+def _recomputed_besides(config: object, modules: Sequence[str], total: ForwardFlops) -> ForwardFlops:
+    """What Megatron Core has no name for."""
+    unknown = [name for name in modules if name not in _RECOMPUTED_BESIDES]
+    if unknown or (modules and _count(config, "moe_latent_size")):
+        raise ValueError(
+            f"recomputed_modules={list(modules)}: what they repeat is known for {', '.join(_RECOMPUTED_BESIDES)}, "
+            "without moe_latent_size"
+        )
+    attention = "a2a_overlap_attn" in modules
+    return ForwardFlops(
+        attention_projections=attention * total.attention_projections,
+        attention_core=attention * total.attention_core,
+        attention_core_full=attention * total.attention_core_full,
+        router=("a2a_overlap_post_attn" in modules) * total.router,
+        experts=("routed_experts" in modules or "a2a_overlap_mlp" in modules) * total.experts,
     )
 
 

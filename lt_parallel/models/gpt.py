@@ -211,7 +211,11 @@ class GPTModule(MegatronLightningModule):
         hp: Any = self.hparams
         backend = self.megatron.backend
         assert backend is not None
-        place = {"vp_stage": vp_stage, "pp_rank": groups.pp.rank()}
+        place = {
+            "vp_stage": vp_stage,
+            "pp_rank": groups.pp.rank(),
+            "recomputed": self._recomputed_by_own_layers,
+        }
         model_class = GPTModel
         if config.mtp_num_layers:
             from lt_parallel.models.multi_token_prediction import MultiTokenGPTModel as model_class
@@ -347,10 +351,9 @@ class GPTModule(MegatronLightningModule):
         """Of the heads, by Megatron's names; they have none outside training."""
         if not (self.hparams["mtp_num_layers"] and self.trainer.training):
             return {}
-        from megatron.core.utils import get_attr_wrapped_model
-
-        losses = get_attr_wrapped_model(self.active_chunk, "mtp_losses")
-        return {f"mtp_{depth}_loss": loss for depth, loss in enumerate(losses, start=1)}
+        assert self.model_chunks is not None
+        last: Any = self.model_chunks[-1]
+        return {f"mtp_{depth}_loss": loss for depth, loss in enumerate(last.mtp_losses, start=1)}
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Runs the active chunk; the last one gives logits where the token accuracy is asked for."""
@@ -451,7 +454,16 @@ class GPTModule(MegatronLightningModule):
 
     def model_flops(self) -> ModelFlops:
         """FLOPs of one sequence of `seq_length`, the padded vocabulary included."""
-        return model_flops(self.megatron.model_config, seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
+        return model_flops(
+            self.megatron.model_config,
+            seq_length=self.seq_length,
+            vocab_size=self.padded_vocab_size,
+            recomputed_modules=self._recomputed_by_own_layers,
+        )
+
+    @property
+    def _recomputed_by_own_layers(self) -> tuple[str, ...]:
+        return tuple(self.megatron.settings.get("layers", "recompute_modules", ()))
 
     @property
     def _phase(self) -> str:
@@ -499,13 +511,20 @@ class GPTModule(MegatronLightningModule):
     def parameter_counts(self) -> dict[str, int]:
         """`params_total` of the whole model, without vocabulary padding counted twice, and `params_this_rank`.
 
-        Collective over all ranks.
+        With experts also `params_active`, what one token meets. Collective over all ranks.
         """
-        from lt_parallel.models.counting import count_parameters
+        from lt_parallel.models.counting import active_parameters, count_parameters, count_routed
 
         assert self.model_chunks is not None
-        total, local = count_parameters(list(self.model_chunks), self.megatron.groups, self.device)
-        return {"params_total": total, "params_this_rank": local}
+        where = (list(self.model_chunks), self.megatron.groups, self.device)
+        total, local = count_parameters(*where)
+        counts = {"params_total": total, "params_this_rank": local}
+        if self.moe is not None:
+            routed = count_routed(*where)
+            counts["params_active"] = active_parameters(
+                total, routed, self.moe.num_moe_experts, self.moe.moe_router_topk
+            )
+        return counts
 
     # ---------------------------------------------------------------- generation
 

@@ -53,7 +53,8 @@ class MixtureOfExperts:
         moe_router_load_balancing_type: Losses (one or a list) or sinkhorn that keep experts equally busy; "none" where
             moe_router_enable_expert_bias does. "aux_loss" is over a micro batch, "seq_aux_loss" over each sequence (so
             it doesn't depend on how work is cut), "global_aux_loss" over the data-parallel ranks and the step so far.
-        moe_aux_loss_coeff: Weight of that loss, or one for each.
+        moe_aux_loss_coeff: Weight of that loss, or one for each. All tokens enter it, and it weighs per token that
+            counts: with a loss_mask it has (all tokens / tokens that count) times this weight, as in Megatron Core.
         moe_z_loss_coeff: Weight of the mean squared log-sum-exp of the router's logits; None: no such loss.
         moe_router_score_function: From logits to scores.
         moe_router_pre_softmax: Softmax over all experts before the top k are taken; False: over these alone.
@@ -67,7 +68,8 @@ class MixtureOfExperts:
         moe_router_dtype: Precision of the router's logits and of the weights of a token's experts; None: the model's.
         moe_expert_capacity_factor: An expert takes at most this many times its even share of a micro batch, further
             tokens skip it; None: it takes all.
-        moe_token_drop_policy: Which tokens skip it: those with the smallest "probs", or the last ones.
+        moe_token_drop_policy: Which tokens skip it: those with the smallest "probs", or with "position" whichever
+            PyTorch's topk leaves out of equals (not always the last ones).
         moe_pad_expert_input_to_capacity: Fills an expert's tokens up to its capacity.
         moe_input_jitter_eps: Multiplies the router's input by noise in [1 - eps, 1 + eps]; None: no noise.
         moe_grouped_gemm: All experts of a rank in one matrix product; False: one after the other.
@@ -162,8 +164,14 @@ class MixtureOfExperts:
                     f"moe_expert_capacity_factor={self.moe_expert_capacity_factor} can't be combined with "
                     "moe_router_load_balancing_type='sinkhorn'; use a loss, or no capacity"
                 )
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            raise ValueError("moe_pad_expert_input_to_capacity=True needs moe_expert_capacity_factor; usual: 1.25")
+        if not self.moe_pad_expert_input_to_capacity:
+            return
+        factor, most = self.moe_expert_capacity_factor, self.num_moe_experts / self.moe_router_topk
+        if factor is None or factor > most:
+            raise ValueError(
+                f"moe_pad_expert_input_to_capacity=True needs moe_expert_capacity_factor, at most num_moe_experts / "
+                f"moe_router_topk = {most:g} (an expert can't get more than all tokens), got {factor}; usual: 1.25"
+            )
 
     def _check_choice(self) -> None:
         experts, topk = self.num_moe_experts, self.moe_router_topk

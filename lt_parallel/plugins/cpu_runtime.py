@@ -123,14 +123,6 @@ class _Works:
             work.wait()
 
 
-class _NoFP8:
-    """What recompute asks of Transformer Engine's `FP8GlobalStateManager`."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-
 def _nothing(*args: object, **kwargs: object) -> None:
     """For calls that only order, free or mark work on a GPU."""
 
@@ -211,12 +203,6 @@ def _load_inline(name: str, **options: object) -> SimpleNamespace:
     return SimpleNamespace(share_storage=_share_storage)
 
 
-def _fp8_autocast(enabled: bool = False, fp8_recipe: object = None) -> contextlib.AbstractContextManager[None]:
-    if enabled:
-        raise NotImplementedError("FP8 needs Transformer Engine and a CUDA device")
-    return contextlib.nullcontext()
-
-
 # --- Table 1: names --------------------------------------------------------------------------------------------------
 
 _STREAM: Final = Stream()
@@ -277,15 +263,6 @@ TRACKER_SUBSTITUTES: Final[Mapping[str, object]] = {
     "torch.set_rng_state": _nothing,
 }
 TRACKERS: Final = ("megatron.core.tensor_parallel.random", "megatron.core.distributed.fsdp.src.megatron_fsdp.utils")
-
-MISSING_GLOBALS: Final[Mapping[str, Mapping[str, object]]] = {
-    # Imported from Transformer Engine where that is installed, and used by selective recompute without it too.
-    "megatron.core.tensor_parallel.random": {
-        "FP8GlobalStateManager": _NoFP8,
-        "fp8_autocast": _fp8_autocast,
-        "activation_recompute_forward": _null_context,
-    },
-}
 
 NOISE: Final = (
     # Warned of at import, about libraries that exist only for CUDA.
@@ -389,7 +366,6 @@ class Loader(TransformingLoader):
 
     @override
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__.update(MISSING_GLOBALS.get(module.__name__, {}))
         with warnings.catch_warnings():
             for message in NOISE:
                 warnings.filterwarnings("ignore", message)

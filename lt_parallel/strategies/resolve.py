@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lt_parallel.pipeline_balance import LayerCosts, balance_layout
 from lt_parallel.pipeline_layout import PipelineLayout, virtual_size_from_layers
+from lt_parallel.plugins.dispatch_libraries import require_dispatch_library
 from lt_parallel.settings import Contributor, Settings, Target
 from lt_parallel.strategies.arguments import OWNER, StrategyArguments
 from lt_parallel.strategies.batch_plan import BatchPlan
@@ -60,6 +61,7 @@ def resolve_run(
 
     Raises:
         ValueError: The first rule that is broken.
+        ImportError: None is, but a library that the run needs is missing.
     """
     _check_trainer(trainer, module)
     settings = Settings(arguments.parallel_sizes(world_size))
@@ -84,6 +86,7 @@ def resolve_run(
         _check_low_precision(settings, backend)
         _check_context_parallel(settings, backend)
     settings.validate()
+    require_dispatch_library(settings)  # after the rules: to build one takes longer than to change an option
     batch_plan = BatchPlan(settings.sizes, arguments.num_microbatches, arguments.global_batch_size)
     return ResolvedRun(settings, batch_plan, layout, backend)
 

@@ -121,9 +121,12 @@ class StepSchedule:
             metrics.add(loss_sum, num_tokens, values)
             return loss_sum, _whole(num_tokens), {}
 
-        def forward_step(indexed: Iterator[tuple[int, Any]], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def forward_step(
+            indexed: Iterator[tuple[int, Any]], chunk: Any, return_schedule_plan: bool = False
+        ) -> tuple[Any, Callable[[Any], Any]]:
             index, batch = next(indexed)
-            return chunk_step(batch, chunk), partial(measure, index, batch)
+            loss = partial(measure, index, batch)
+            return (_plan(chunk_step, batch, chunk) if return_schedule_plan else chunk_step(batch, chunk)), loss
 
         iterators = [iter(enumerate(batches)) for _ in self._wrapped]
         self._forward_backward(
@@ -137,6 +140,22 @@ class StepSchedule:
             p2p_communicator=self._p2p,
             pg_collection=self._groups,
         )
+
+
+def _plan(chunk_step: ChunkStep, batch: Any, chunk: Any) -> Any:
+    """What Megatron Core's combined schedule is to run, instead of an output."""
+    from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+
+    from lt_parallel.strategies.schedule_plan import ChunkPlanner
+
+    plan = chunk_step(batch, ChunkPlanner(chunk))
+    if not isinstance(plan, AbstractSchedulePlan):
+        raise ValueError(
+            "with CommunicationOverlap(moe_expert_parallel_comm=True) training_step must return what the active chunk "
+            f"returned, as it is (`return self(batch)`), and returned {type(plan).__name__}; what depends on the "
+            "output belongs into loss_function"
+        )
+    return plan
 
 
 def _whole(num_tokens: Tensor) -> Tensor:

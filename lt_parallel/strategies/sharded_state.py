@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +14,9 @@ from lt_parallel.strategies.optimizer import create_adam_states
 
 if TYPE_CHECKING:
     from lt_parallel.topology import ParallelSizes
+
+#: Global names of optimizer states. Experts' parameters have an optimizer of their own, and then both are numbered.
+_OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 class ShardedState:
@@ -179,7 +183,7 @@ def require_same_model(
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, own)
     model: dict[str, tuple[int, ...]] = {name: shape for each in every for name, shape in each.items()}
-    of_model = {name for name in saved if not name.startswith("optimizer.")}
+    of_model = {name for name in saved if not _OF_OPTIMIZER.match(name)}
     differing = [
         f"{name} is {saved[name]} in the checkpoint and {shape} here"
         for name, shape in model.items()

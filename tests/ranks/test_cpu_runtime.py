@@ -98,6 +98,9 @@ def train(parallel: dict[str, Any], fields: dict[str, Any], ddp: dict[str, Any],
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
+    from lt_parallel.plugins.layer_backend.missing_names import provide_missing_names
+
+    provide_missing_names()  # as the torch backend does
     init_gloo()
     parallel_state.initialize_model_parallel(**parallel)
     model_parallel_cuda_manual_seed(1)

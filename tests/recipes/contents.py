@@ -10,6 +10,14 @@ from lt_parallel.recipe_files import recipe_path
 from lt_parallel.topology import ParallelSizes, RankCoordinates
 
 RECIPES = sorted(path.stem for path in recipe_path("gpt_tiny").parent.glob("*.yaml"))
+#: The strategy's arguments that cut a model.
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 #: Large recipes and what stands for them on a CPU.
 SIBLINGS = {name.removesuffix("_tiny"): name for name in RECIPES if name.endswith("_tiny") and name != "gpt_tiny"}
 
@@ -35,25 +43,24 @@ def sizes(recipe: str, **changed: int) -> ParallelSizes:
         **changed: Other sizes than the recipe's.
     """
     trainer, strategy = content(recipe)["trainer"], arguments(recipe, "strategy")
-    kinds = ("tensor", "pipeline", "context")
-    names = ["context_parallel_size" if kind == "context" else f"{kind}_model_parallel_size" for kind in kinds]
     given = {"world_size": trainer["devices"] * trainer.get("num_nodes", 1)}
-    given |= {name: strategy[name] for name in names if name in strategy}
+    given |= {name: strategy[name] for name in SIZES if name in strategy}
     return ParallelSizes(**{**given, **changed})
 
 
-def rank_at(of: ParallelSizes, pp: int, tp: int = 0) -> int:
-    """The rank at a place of the pipeline and of the tensor-parallel group, of the last replica.
+def rank_at(of: ParallelSizes, pp: int, tp: int = 0, dp: int = -1) -> int:
+    """The rank at a place of the pipeline, of the tensor-parallel group and of the replicas.
 
     Args:
         of: The sizes.
         pp: Place in the pipeline; negative from its end.
         tp: Place in the tensor-parallel group; likewise.
+        dp: Which replica; likewise. Ranks that share experts are of different ones.
     """
     at = RankCoordinates(
         tp=tp % of.tensor_model_parallel_size,
         cp=of.context_parallel_size - 1,
-        dp=of.data_parallel_size - 1,
+        dp=dp % of.data_parallel_size,
         pp=pp % of.pipeline_model_parallel_size,
     )
     return of.rank_of(at)

@@ -65,15 +65,28 @@ def build_stage(recipe: str, *overrides: str) -> Stage:
         entries = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         for name, parameter in chunk.named_parameters():
             parameters += _described(parameter, entries[name])
-    coordinates = strategy.sizes.coordinates(strategy.global_rank)
+    dense, expert = (
+        place(strategy.global_rank) for place in (strategy.sizes.coordinates, strategy.sizes.expert_coordinates)
+    )
     held = list(module.model_chunks.parameters())
     return Stage(
         parameters,
         sum(parameter.numel() for parameter in held),
         {str(parameter.device) for parameter in held},
         {str(parameter.dtype) for parameter in held},
-        {"tp": coordinates.tp, "pp": coordinates.pp},
+        {"tp": dense.tp, "pp": dense.pp, "etp": expert.etp, "ep": expert.ep},
     )
+
+
+def build_stage_as_with_deepep(recipe: str, *overrides: str) -> Stage:
+    """As `build_stage` where DeepEP is installed: a model that is only built calls nothing of it."""
+    moe = "megatron.core.transformer.moe"
+    names = ("fused_dispatch", "fused_combine", "set_deepep_num_sms")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch(f"{moe}.fused_a2a.HAVE_DEEP_EP", True))
+        for name in names:
+            stack.enter_context(mock.patch(f"{moe}.token_dispatcher.{name}", mock.Mock(spec=())))
+        return build_stage(recipe, *overrides)
 
 
 def _described(parameter: Any, entry: Any) -> list[Parameter]:
@@ -118,6 +131,7 @@ class Trained(NamedTuple):
 COUNTED = (
     "lt_parallel.plugins.layer_backend.attention.TorchDotProductAttention.forward",
     "lt_parallel.ops.context_parallel_attention.ring_attention",
+    "lt_parallel.plugins.layer_backend.experts.grouped_linear",
     "lt_parallel.models.gpt.GPTModule.loss_function",
     "megatron.core.distributed.DistributedDataParallel.finish_grad_sync",
     "megatron.core.distributed.finalize_model_grads",
@@ -147,6 +161,8 @@ def train_step(recipe: str, fault: str | None = None, *overrides: str) -> Traine
     with contextlib.ExitStack() as stack:
         for target in COUNTED:
             stack.enter_context(_counted(calls, target))
+        for stand_in in (_evenly_routed, _recomputed_on_the_way_back):
+            stack.enter_context(stand_in())
         if fault is not None:
             stack.enter_context(FAULTS[fault]())
         trainer.fit(cli.model, train_dataloaders=loader)
@@ -159,6 +175,73 @@ def train_step(recipe: str, fault: str | None = None, *overrides: str) -> Traine
     }
     places = {name: {(str(each.device), str(each.dtype)) for each in found} for name, found in tensors.items()}
     return Trained(trainer.global_step, dict(calls), places, set(trainer.callback_metrics))
+
+
+def _evenly_routed() -> Any:
+    """Every expert gets as many tokens from every rank, where the host reads how many: fake tensors don't say.
+
+    Arrays of numpy stand for the tensors that Megatron Core would have copied to the CPU, and for its two lists of
+    indices, which are on the CPU all the time.
+    """
+    import numpy as np
+
+    def around(original: Any, dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        del original
+        if point != dispatcher.cuda_dtoh_point:
+            return tokens_per_expert
+        ranks, local = dispatcher.ep_size * dispatcher.tp_size, dispatcher.num_local_experts
+        each, rest = divmod(dispatcher.num_out_tokens, dispatcher.num_experts)
+        assert rest == 0, "choose a number of tokens that the experts divide"
+        counts = {
+            "input_splits": np.full(dispatcher.ep_size, each * local),
+            "output_splits": np.full(dispatcher.ep_size, each * local),
+            "output_splits_tp": np.full(dispatcher.tp_size, each * local * dispatcher.ep_size),
+            "num_global_tokens_per_local_expert": np.full((ranks, local), each),
+        }
+        for name, value in counts.items():
+            on_device = getattr(dispatcher, name)
+            assert (on_device.device.type, on_device.shape) == ("cuda", value.shape)
+            setattr(dispatcher, name, value)
+        chunks = np.arange(ranks * local)
+        dispatcher.sort_input_by_local_experts = chunks.reshape(-1, local).T.ravel()
+        dispatcher.restore_output_by_local_experts = chunks.reshape(local, -1).T.ravel()
+        return np.full(local, each * ranks)
+
+    target = "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"
+    return _wrapped(target, around)
+
+
+@contextlib.contextmanager
+def _recomputed_on_the_way_back() -> Iterator[None]:
+    """Runs the hooks by which Megatron Core computes discarded outputs again, which `PythonEngine` doesn't see.
+
+    The extension in C++ that gives an output the new one's memory would be compiled; without memory it has nothing to
+    do but to find two tensors of the same kind.
+    """
+    hooks: dict[Any, list[Any]] = {}
+
+    def register(original: Any, checkpoint: Any, hook_tensor: Any) -> None:
+        original(checkpoint, hook_tensor)
+        if hook_tensor.requires_grad:
+            hooks.setdefault(hook_tensor.grad_fn, []).append(checkpoint._recompute)
+
+    def call(original: Any, engine: Any, node: Any, grads: list[Any]) -> Any:
+        for hook in hooks.pop(node, ()):
+            hook(grads[0])
+        return original(engine, node, grads)
+
+    def share_storage(output: Any, again: Any) -> None:
+        assert (output.shape, output.dtype, output.device) == (again.shape, again.dtype, again.device)
+
+    module = "megatron.core.tensor_parallel.random"
+    with (
+        _wrapped(f"{module}.CheckpointWithoutOutput.discard_output_and_register_recompute", register),
+        _wrapped("tests.support.fake_backward.PythonEngine._call", call),
+        _wrapped(f"{module}._get_share_storage", lambda original: share_storage),
+        _wrapped("torch.autograd._is_checkpoint_valid", lambda original: True),
+    ):
+        yield
+    assert not hooks, "an output was discarded and never needed"
 
 
 class _Tokens:
@@ -227,10 +310,16 @@ def _cpu_tensor_in_a_backward() -> Any:
     return _wrapped(target, lambda original, *args: tuple(g if g is None else g.cpu() for g in original(*args)))
 
 
+def _wrong_dtype_in_experts() -> Any:
+    target = "lt_parallel.plugins.layer_backend.experts.grouped_linear"
+    return _wrapped(target, lambda original, x, weight, counts: original(x, weight.float(), counts))
+
+
 #: Mistakes that a step on a GPU doesn't survive, and that a CPU doesn't notice.
 FAULTS = {
     "CPU tensor in a layer": _cpu_tensor_in_a_layer,
     "wrong dtype in a layer": _wrong_dtype_in_a_layer,
     "CPU tensor in a collective": _cpu_tensor_in_a_collective,
     "CPU tensor in a backward": _cpu_tensor_in_a_backward,
+    "wrong dtype in experts": _wrong_dtype_in_experts,
 }

@@ -11,8 +11,18 @@ from tests.recipes.contents import SIBLINGS, arguments, rank_at, sizes
 from tests.recipes.fake_recipes import FAULTS, Trained, train_step
 from tests.support.fake_world import FakeRankError, FakeWorld
 
+#: Attention and expert layers on each pipeline rank, heads for multi-token prediction among them.
+WITH_EXPERTS = {
+    "mixtral_8x7b_tiny": [(2, 2), (2, 2)],
+    "qwen3_30b_a3b_tiny": [(4, 4)],
+    "deepseek_v3_tiny": [(3, 2), (2, 2)],
+}
 #: Layers on 4 pipeline ranks, of which two are neither first nor last: as many for each virtual stage as in the recipe.
 FOUR_STAGES = {"llama3_70b_tiny": 8, "gpt3_175b_tiny": 12}
+
+
+def _marks(recipe: str) -> list[pytest.MarkDecorator]:
+    return [] if recipe == "qwen3_30b_a3b_tiny" else [pytest.mark.slow]
 
 
 def _step(world: FakeWorld, recipe: str, pp: int, stages: int | None = None, fault: str | None = None) -> Trained:
@@ -28,7 +38,7 @@ def _step(world: FakeWorld, recipe: str, pp: int, stages: int | None = None, fau
     return result
 
 
-def _check(result: Trained, recipe: str, is_last: bool, layers_per_rank: int) -> None:
+def _check(result: Trained, recipe: str, is_last: bool, layers_per_rank: int, with_experts: int = 0) -> None:
     strategy, micro_batch = arguments(recipe, "strategy"), arguments(recipe, "data")["micro_batch_size"]
     num_microbatches = strategy["global_batch_size"] // (micro_batch * sizes(recipe).data_parallel_size)
     passes = layers_per_rank * num_microbatches
@@ -39,9 +49,11 @@ def _check(result: Trained, recipe: str, is_last: bool, layers_per_rank: int) ->
         **({"ring_attention": passes} if in_a_ring else {}),
         **({"loss_function": num_microbatches} if is_last else {}),
         "finish_grad_sync": strategy.get("virtual_pipeline_model_parallel_size", result.calls["finish_grad_sync"]),
+        **({"grouped_linear": 2 * with_experts * num_microbatches} if with_experts else {}),
         "finalize_model_grads": 1,
-        "step_with_ready_grads": 1,
-        "step": 1,
+        # Experts, which have other replicas, are stepped by an optimizer of their own.
+        "step_with_ready_grads": 2 if with_experts else 1,
+        "step": 2 if with_experts else 1,
     }
     assert result.places["parameters"] == {("cuda:0", "torch.bfloat16")}
     assert result.places["gradients"] == result.places["stepped"] == {("cuda:0", "torch.float32")}
@@ -59,6 +71,21 @@ def test_interleaved_pipeline_step(fake_world: FakeWorld, pp: int) -> None:
     _check(_step(fake_world, recipe, pp), recipe, is_last=pp == 1, layers_per_rank=2)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "pp"),
+    [
+        pytest.param(recipe, pp, marks=_marks(recipe))
+        for recipe, ranks in WITH_EXPERTS.items()
+        for pp in range(len(ranks))
+    ],
+)
+def test_expert_parallel_step(fake_world: FakeWorld, recipe: str, pp: int) -> None:
+    """Every expert gets as many tokens: the host reads how many, and fake tensors don't say (`_evenly_routed`)."""
+    layers, with_experts = WITH_EXPERTS[recipe][pp]
+    is_last = pp == len(WITH_EXPERTS[recipe]) - 1
+    _check(_step(fake_world, recipe, pp), recipe, is_last, layers, with_experts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", [0, 1, 3])
 @pytest.mark.parametrize("recipe", FOUR_STAGES)
@@ -68,7 +95,7 @@ def test_steps_of_the_first_a_middle_and_the_last_stage(fake_world: FakeWorld, r
 
 
 def test_a_step_of_every_tiny_recipe_is_taken_somewhere_here() -> None:
-    assert set(SIBLINGS.values()) == {"llama3_8b_128k_tiny", *FOUR_STAGES}
+    assert set(SIBLINGS.values()) == {"llama3_8b_128k_tiny", *FOUR_STAGES, *WITH_EXPERTS}
 
 
 QUICK = ("CPU tensor in a layer", "CPU tensor in a backward")
@@ -77,6 +104,7 @@ EXPECTED = {
     "wrong dtype in a layer": ("RuntimeError", "same dtype"),
     "CPU tensor in a collective": ("RuntimeError", "no backend type associated with device type cpu"),
     "CPU tensor in a backward": ("RuntimeError", "expects a gradient on cuda:0, but got one on cpu"),
+    "wrong dtype in experts": ("RuntimeError", "same dtype"),
 }
 
 
@@ -86,7 +114,7 @@ EXPECTED = {
 def test_a_mistake_is_seen(fake_world: FakeWorld, fault: str) -> None:
     type_name, message = EXPECTED[fault]
     with pytest.raises(FakeRankError, match=message) as error:
-        _step(fake_world, "llama3_8b_128k_tiny", 0, fault=fault)
+        _step(fake_world, "qwen3_30b_a3b_tiny" if "experts" in fault else "llama3_8b_128k_tiny", 0, fault=fault)
     assert error.value.type_name == type_name
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lt_parallel.recipe_files import recipe_path
-from tests.recipes.contents import SIBLINGS, sizes
+from tests.recipes.contents import SIBLINGS, arguments, sizes
 
 STEPS = 2
 
@@ -45,4 +45,7 @@ def test_tiny_recipes_train(recipe: str, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(5.55, abs=0.2) and losses[1] < losses[0]
     assert len(logged["val_loss"]) == 1
     assert all(value > 0 for value in logged["grad_norm"])
+    if "moe" in arguments(recipe, "model"):  # 1 where experts are equally busy
+        assert all(0.9 < value < 1.5 for value in logged["seq_load_balancing_loss"])
+    assert ("mtp_1_loss" in logged) == ("mtp_num_layers" in arguments(recipe, "model"))
     assert logged["params_total"][0] <= logged["params_this_rank"][0] * sizes(recipe).world_size

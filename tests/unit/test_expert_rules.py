@@ -86,6 +86,12 @@ BAD: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
         mla(kv_lora_rank=33),
         ["kv_lora_rank + qk_pos_emb_head_dim=41", "divisible by tensor_model_parallel_size=2"],
     ),
+    "latent attention with norms of what isn't there": (
+        1,
+        {},
+        {**MLA, "qk_layernorm": True},
+        ["qk_layernorm=True", "q_lora_rank=None", "TransformerEngine only"],
+    ),
     "latent attention and groups": (
         1,
         {},
@@ -117,7 +123,11 @@ def test_a_wrong_combination_is_one_error(case: str) -> None:
         ({"moe_z_loss_coeff": "1"}, "moe_z_loss_coeff='1' must be a positive number"),
         ({"moe_router_bias_update_rate": -1}, "moe_router_bias_update_rate=-1 must be a number that isn't negative"),
         ({"moe_expert_capacity_factor": 0.0}, "moe_expert_capacity_factor=0.0 must be a positive number"),
-        ({"moe_pad_expert_input_to_capacity": True}, "needs moe_expert_capacity_factor; usual: 1.25"),
+        ({"moe_pad_expert_input_to_capacity": True}, "needs moe_expert_capacity_factor.*got None; usual: 1.25"),
+        (
+            {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 2.5},
+            "at most num_moe_experts / moe_router_topk = 2 .*got 2.5",
+        ),
         ({"moe_layer_freq": 0}, "moe_layer_freq must be an integer of at least 1, got 0"),
         ({"moe_layer_freq": [0, 0, 0, 0]}, "moe_layer_freq=.0, 0, 0, 0. must have 1 .experts. or 0 .dense."),
         ({"moe_layer_freq": [0, 2]}, "must have 1 .experts. or 0 .dense."),

@@ -39,8 +39,12 @@ def test_no_part_of_the_package_imports_megatron_core_by_itself() -> None:
 
 def test_public_names_are_the_classes_of_their_modules() -> None:
     from lt_parallel.callbacks.experiment_record import ExperimentRecord
+    from lt_parallel.callbacks.expert_dispatch import ExpertDispatch
+    from lt_parallel.callbacks.expert_load import ExpertLoadMonitor
+    from lt_parallel.callbacks.expert_rebalance import ExpertRebalance
     from lt_parallel.callbacks.memory import MemoryMonitor
     from lt_parallel.callbacks.overlap import CommunicationOverlap
+    from lt_parallel.callbacks.recompute import ActivationRecompute
     from lt_parallel.callbacks.throughput import ThroughputMonitor
     from lt_parallel.data import IndexedDataModule, TextDataModule
     from lt_parallel.models import GPTModule, MixtureOfExperts, MultiLatentAttention
@@ -49,8 +53,12 @@ def test_public_names_are_the_classes_of_their_modules() -> None:
     from lt_parallel.strategies import MegatronParallelStrategy
 
     classes = [
+        ActivationRecompute,
         CommunicationOverlap,
         ExperimentRecord,
+        ExpertDispatch,
+        ExpertLoadMonitor,
+        ExpertRebalance,
         GPTModule,
         IndexedDataModule,
         MegatronCheckpointIO,

@@ -100,7 +100,7 @@ def test_without_arguments_a_recipe_is_asked_for() -> None:
 
 def test_a_wrong_recipe_is_told_which_there_are() -> None:
     with pytest.raises(
-        CommandError, match=r"File does not exist: \S*gpt_tiny'; there are \S*gpt2_124m.yaml, .*tiny.yaml"
+        CommandError, match=r"File does not exist: \S*gpt_tiny'; there are \S*deepseek_v3.yaml, .*tiny.yaml"
     ):
         _parse("--config", "gpt_tiny")
 

@@ -19,6 +19,7 @@ import torch
 
 from lt_parallel import runtime
 from lt_parallel.plugins import cpu_runtime, source_transform
+from lt_parallel.plugins.layer_backend import missing_names
 from lt_parallel.plugins.source_transform import TABLE, Transformer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -132,9 +133,8 @@ def test_no_gpu_only_name_is_listed_in_vain() -> None:
     assert set(GPU_ONLY) & set(vars(cpu_runtime.CUDA)) == set()
 
 
-@pytest.mark.parametrize(("module", "names"), cpu_runtime.MISSING_GLOBALS.items())
-def test_missing_globals_are_used_and_come_from_transformer_engine(module: str, names: dict[str, object]) -> None:
-    tree = ast.parse(audit().sources[module])
+def test_missing_names_are_used_and_come_from_transformer_engine() -> None:
+    tree = ast.parse(audit().sources["megatron.core.tensor_parallel.random"])
     imported = {
         alias.name
         for node in ast.walk(tree)
@@ -142,7 +142,7 @@ def test_missing_globals_are_used_and_come_from_transformer_engine(module: str, 
         for alias in node.names
     }
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    assert set(names) <= imported & loaded
+    assert set(missing_names.NAMES) <= imported & loaded
 
 
 def test_noise_is_what_megatron_warns_of() -> None:

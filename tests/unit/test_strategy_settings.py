@@ -489,10 +489,13 @@ def test_a_callback_that_disagrees_with_the_strategy_is_named() -> None:
 
 
 def test_contributions_and_overrides_reach_the_settings() -> None:
-    callbacks = [Contributing("One()", recompute_modules=["mlp"]), Contributing("Two()", recompute_modules=["mlp"])]
+    callbacks = [
+        Contributing("One()", recompute_modules=["core_attn"]),
+        Contributing("Two()", recompute_modules=["core_attn"]),
+    ]
     strategy = {**TP2, "config_overrides": {"softmax_scale": 0.5, "bucket_size": 1000, "log_num_zeros_in_grad": True}}
     settings = resolved(2, strategy, callbacks=callbacks)
-    assert settings.get("model", "recompute_modules") == ["mlp"]
+    assert settings.get("model", "recompute_modules") == ["core_attn"]
     assert settings.get("model", "softmax_scale") == 0.5
     assert settings.get("ddp", "bucket_size") == 1000
     assert settings.get("optimizer", "log_num_zeros_in_grad") is True

@@ -64,8 +64,10 @@ def resolve_layer_backend(name: str, device_type: str) -> LayerBackend:
     if name == "transformer_engine":
         return LayerBackend(cast(BackendName, name), _transformer_engine_provider(device_type))
 
+    from lt_parallel.plugins.layer_backend.missing_names import provide_missing_names
     from lt_parallel.plugins.layer_backend.torch_backend import TorchSpecProvider
 
+    provide_missing_names()
     return LayerBackend(cast(BackendName, name), TorchSpecProvider())
 
 

@@ -22,12 +22,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from lt_parallel.plugins.layer_backend.latent_attention import TorchMLASelfAttention
+from lt_parallel.plugins.layer_backend.recomputed_layers import RecomputedMoELayer, RecomputedTransformerLayer
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from lt_parallel.plugins.layer_backend import LayerBackend
@@ -38,7 +39,11 @@ _QK_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 
 def gpt_block_spec(
-    config: TransformerConfig, backend: LayerBackend, vp_stage: int | None = None, pp_rank: int | None = None
+    config: TransformerConfig,
+    backend: LayerBackend,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+    recomputed: tuple[str, ...] = (),
 ) -> TransformerBlockSubmodules:
     """What ``GPTModel(transformer_layer_spec=...)`` needs for one model chunk.
 
@@ -47,6 +52,7 @@ def gpt_block_spec(
         backend: where the classes come from.
         vp_stage: virtual pipeline stage of the chunk; None without interleaving.
         pp_rank: pipeline rank of the chunk; None takes this process's from Megatron's globals.
+        recomputed: parts that `recomputed_layers.py` knows and Megatron Core doesn't.
 
     Returns:
         The specifications of the chunk's layers, and the class of the final norm.
@@ -60,14 +66,19 @@ def gpt_block_spec(
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )
-    if use_te:
-        return block
-    layers = [_with_backend_classes(spec, config, backend) for spec in block.layer_specs]
-    return replace(block, layer_specs=layers, layer_norm=backend.provider.layer_norm())
+    layers = block.layer_specs
+    if not use_te:
+        layers = [_with_backend_classes(spec, config, backend) for spec in layers]
+        block = replace(block, layer_norm=backend.provider.layer_norm())
+    return replace(block, layer_specs=[_recomputing(spec, recomputed) for spec in layers])
 
 
 def gpt_mtp_block_spec(
-    config: TransformerConfig, backend: LayerBackend, vp_stage: int | None = None, pp_rank: int | None = None
+    config: TransformerConfig,
+    backend: LayerBackend,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+    recomputed: tuple[str, ...] = (),
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """What ``GPTModel(mtp_block_spec=...)`` needs for one model chunk, or None where no such layer lies in it.
 
@@ -78,6 +89,7 @@ def gpt_mtp_block_spec(
         backend: where the classes come from.
         vp_stage: virtual pipeline stage of the chunk; None without interleaving.
         pp_rank: pipeline rank of the chunk; None takes this process's from Megatron's globals.
+        recomputed: as in `gpt_block_spec`.
     """
     if not config.mtp_num_layers:
         return None
@@ -87,7 +99,9 @@ def gpt_mtp_block_spec(
     )[-1]
     if not use_te:
         last = _with_backend_classes(last, config, backend)
-    return get_gpt_mtp_block_spec_for_backend(config, last, backend.provider, vp_stage=vp_stage, pp_rank=pp_rank)
+    # As a block of one layer: by itself Megatron Core would take its own layer class only.
+    block = TransformerBlockSubmodules(layer_specs=[_recomputing(last, recomputed)])
+    return get_gpt_mtp_block_spec_for_backend(config, block, backend.provider, vp_stage=vp_stage, pp_rank=pp_rank)
 
 
 def _with_backend_classes(spec: ModuleSpec, config: TransformerConfig, backend: LayerBackend) -> ModuleSpec:
@@ -115,3 +129,13 @@ def _with_backend_classes(spec: ModuleSpec, config: TransformerConfig, backend: 
         mlp=mlp,
     )
     return replace(spec, submodules=layer)
+
+
+def _recomputing(spec: ModuleSpec, recomputed: tuple[str, ...]) -> ModuleSpec:
+    """A layer specification with the classes that recompute these parts."""
+    if not recomputed:
+        return spec
+    layer, options = spec.submodules, {"recomputed": recomputed}
+    if isinstance(layer.mlp, partial) and layer.mlp.func is MoELayer:
+        layer = replace(layer, mlp=partial(RecomputedMoELayer, **layer.mlp.keywords, **options))
+    return replace(spec, module=RecomputedTransformerLayer, submodules=layer, params={**spec.params, **options})
