@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lt_parallel import ActivationRecompute, CommunicationOverlap, ExpertDispatch, GPTModule
+from tests.ranks import deepep_over_gloo
 from tests.ranks.parity_runs import (
     MICRO_BATCH,
     MOE_SHAPES,
@@ -31,6 +32,7 @@ INSIDE = ("a2a_overlap_attn", "a2a_overlap_post_attn", "a2a_overlap_mlp")
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep2": ("mixtral", 2, EP2),
+    "ep2 by flex": ("mixtral", 2, EP2),
     "ep2 pp2 vpp2": ("mixtral", 4, {**EP2, **PP2, "virtual_pipeline_model_parallel_size": 2}),
     # A dense first layer, a shared expert, latent attention, and a head of multi-token prediction on the last stage.
     "ep2 pp2 Et|t|t|tmL": ("deepseek_v3", 4, {**EP2, **PP2, "pipeline_model_parallel_layout": "Et|t|t|tmL"}),
@@ -137,7 +139,9 @@ def trained(
     shape, world_size, strategy = LAYOUTS[layout]
     L.seed_everything(SEED, verbose=False)
     numbers, work, saved = StepNumbers(), Work(), SavedBytes()
-    callbacks: list[L.Callback] = [ExpertDispatch("alltoall"), saved if saved_bytes else work]
+    if flex := layout.endswith("flex"):
+        deepep_over_gloo.install()
+    callbacks: list[L.Callback] = [ExpertDispatch("flex" if flex else "alltoall"), saved if saved_bytes else work]
     if overlap:
         callbacks.append(CommunicationOverlap(moe_expert_parallel_comm=True))
     if modules:
@@ -151,7 +155,9 @@ def trained(
         limit_val_batches=1,
         callbacks=callbacks,
     )
-    module = GPTModule(VOCAB_SIZE, SEQ_LENGTH, **MOE_SHAPES[shape], **OPTIMIZER)
+    model = MOE_SHAPES[shape]
+    model = {**model, "moe": {**model["moe"], "moe_router_dtype": "fp32" if flex else None}}
+    module = GPTModule(VOCAB_SIZE, SEQ_LENGTH, **model, **OPTIMIZER)
     loaders = [DataLoader(Sequences(), batch_size=MICRO_BATCH, shuffle=shuffle) for shuffle in (True, False)]
     trainer.fit(module, *loaders)
     trainer.validate(module, loaders[1], verbose=False)  # not by the combined schedule

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from lt_parallel import ExpertDispatch, settings
+from lt_parallel.expert_rules import flex_dispatch_is_in_bf16
+from tests.ranks import deepep_over_gloo
 from tests.ranks.parity_runs import MOE_SHAPES, train_with_trainer
 from tests.ranks.test_parity import assert_close, assert_equals_single_process, single_process
 from tests.support.ranks import run_ranks
@@ -71,6 +74,39 @@ def test_the_losses_of_routers_are_logged_by_layer() -> None:
     named = {name for name in deepseek if name.startswith("moe/")}
     # The first layer is dense; the head of multi-token prediction is layer 4.
     assert named == {f"moe/seq_load_balancing_loss_layer_{layer}" for layer in (1, 2, 3, 4)}
+
+
+def dispatched(shape: str, world_size: int, dispatcher: Any, strategy: dict[str, Any]) -> dict[str, list[float]]:
+    """As `train_with_trainer`; "flex" on a stand-in for DeepEP, in fp32, which the real one doesn't take."""
+    if dispatcher == "flex":
+        settings.RULES = tuple(rule for rule in settings.RULES if rule is not flex_dispatch_is_in_bf16)
+        deepep_over_gloo.install(bf16_only=False)
+    numbers = train_with_trainer(shape, world_size, strategy, callbacks=[ExpertDispatch(dispatcher)])
+    assert (deepep_over_gloo.calls["dispatch"] > 0) is (dispatcher == "flex")
+    return numbers
+
+
+DISPATCHED = [
+    ("ep2", "mixtral", "alltoall"),
+    ("ep2", "mixtral", "flex"),
+    ("ep2", "qwen3_moe", "alltoall"),
+    ("ep2", "qwen3_moe", "flex"),
+    ("ep2", "deepseek_v3", "alltoall"),
+    ("ep2", "deepseek_v3", "flex"),
+    ("ep2 dp4 optim", "deepseek_v3", "flex"),
+    ("ep2 over tp2 sp", "deepseek_v3", "alltoall"),
+    ("ep2 cp2 all_gather", "mixtral", "alltoall"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "dispatcher"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("ep2", "deepseek_v3", "flex"))) for case in DISPATCHED],
+)
+def test_other_dispatchers_equal_single_process(layout: str, shape: str, dispatcher: str) -> None:
+    world_size, strategy = LAYOUTS[layout]
+    for rank in run_ranks(dispatched, world_size, shape, world_size, dispatcher, strategy):
+        assert_close(rank, single_process(shape), f"{shape} at {layout} by {dispatcher}")
 
 
 #: Losses of the routers that depend on how work is cut are compared where it is cut alike.

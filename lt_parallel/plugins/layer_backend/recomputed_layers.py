@@ -135,6 +135,8 @@ class RecomputedMoELayer(MoELayer):
             if runs == 1:
                 return compute(hidden_states, probs)[0]
             with notes.put_back():
+                if manager := getattr(self.token_dispatcher, "_comm_manager", None):
+                    manager.dispatched_probs = probs  # it reads its own, which have a history of their own
                 return compute(hidden_states, probs)[0]
 
         return self._checkpointed(experts, hidden_states, probs), None
