@@ -48,9 +48,18 @@ def test_the_first_example_is_complete_and_fits(monkeypatch: pytest.MonkeyPatch,
     assert max(map(len, example.splitlines())) <= 120
 
 
-def test_the_other_example_runs() -> None:
+def test_the_example_of_experts_fits_the_sentence_after_it() -> None:
     names: dict[str, Any] = {}
-    exec(compile(blocks(README, "python")[1], "measuring.py", "exec"), names)
+    exec(compile(blocks(README, "python")[1], "experts.py", "exec"), names)
+    strategy = MegatronParallelStrategy(expert_model_parallel_size=2, num_microbatches=1)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=names["callbacks"], logger=False)
+    strategy.connect(names["model"])
+    assert strategy.resolve_settings(trainer).get("model", "moe_token_dispatcher_type") == "alltoall"
+
+
+def test_the_example_of_measuring_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(blocks(README, "python")[2], "measuring.py", "exec"), names)
     assert len(names["callbacks"]) == 3
     assert set(names["model"].validation_metrics) == {"perplexity", "token_accuracy"}
 
