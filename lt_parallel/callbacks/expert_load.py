@@ -169,6 +169,7 @@ def draw_heat_map(tokens: Tensor, path: Path | str) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     layers = _with_experts(tokens)
     counted = tokens[layers].double()
@@ -181,6 +182,7 @@ def draw_heat_map(tokens: Tensor, path: Path | str) -> None:
     most = max(float(relative.max()), 2.0)
     image = axes.imshow(relative.numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=most, interpolation="nearest")
     axes.set_xlabel("expert")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("layer")
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     axes.set_title("tokens per expert over the layer's mean")

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from lt_parallel import ActivationRecompute, ExpertDispatch, ExpertLoadMonitor, ExpertRebalance, GPTModule
@@ -236,3 +238,19 @@ def test_dropped_tokens(padded: bool) -> None:
         assert all(sum(layer) == ASSIGNMENTS for layer in own.values())
     else:
         assert {layer: tokens[layer] for layer in range(4)} == own
+
+
+def pictured(folder: str) -> list[int]:
+    logger = TensorBoardLogger(folder)
+    callbacks = [ExpertLoadMonitor(every_n_steps=1, heat_map_every_n=2)]
+    trainer = build_trainer(
+        StepNumbers(), {}, devices=1, max_steps=4, limit_val_batches=0, callbacks=callbacks, logger=logger
+    )
+    trainer.fit(GPTModule(VOCAB_SIZE, SEQ_LENGTH, **MIXTRAL, **OPTIMIZER), loaders()[0])
+    events = EventAccumulator(logger.log_dir, size_guidance={"images": 0})
+    events.Reload()
+    return [event.step for event in events.Images("moe/tokens_per_expert")]
+
+
+def test_heat_maps_are_logged_now_and_then(tmp_path: Path) -> None:
+    assert run_ranks(pictured, 1, str(tmp_path)) == [[0, 2]]
