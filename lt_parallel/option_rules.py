@@ -6,7 +6,6 @@ Each rule reads the merged settings and raises ValueError with the values, the r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from lt_parallel.expert_rules import (
     OVERLAP,
@@ -16,10 +15,8 @@ from lt_parallel.expert_rules import (
     flex_dispatch_fits,
     flex_dispatch_is_in_bf16,
 )
+from lt_parallel.settings import Settings
 from lt_parallel.topology import require_divisible
-
-if TYPE_CHECKING:
-    from lt_parallel.settings import Settings
 
 
 def _heads_divide(settings: Settings) -> None:
@@ -263,3 +260,16 @@ RULES: tuple[Callable[[Settings], None], ...] = (
     _tp_comm_fits,
     _p2p_fits,
 )
+
+
+def check_rules(settings: Settings) -> None:
+    """Applies every rule.
+
+    Args:
+        settings: Merged from all that contribute.
+
+    Raises:
+        ValueError: The first rule that is broken, with the values, the rule and a way out.
+    """
+    for rule in RULES:
+        rule(settings)

@@ -1,9 +1,9 @@
 """One place where strategy, callbacks, precision and model meet before anything is built.
 
 Each of them *contributes* Megatron Core config fields to one `Settings` object; none of them looks at another. A field
-has one owner: two contributions that disagree raise and name both. When everything is in, `RULES` (one table) is
-applied, and only then are process groups made and configs built. So a wrong combination is one error, early, with its
-values, whoever brought them.
+has one owner: two contributions that disagree raise and name both. When everything is in, the rules of `option_rules.py`
+are applied, and only then are process groups made and configs built. So a wrong combination is one error, early, with
+its values, whoever brought them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
-from lt_parallel.option_rules import RULES
 from lt_parallel.topology import ParallelSizes, padded_vocab_size
 
 Target = Literal["model", "ddp", "optimizer", "layers"]
@@ -134,15 +133,6 @@ class Settings:
         for target in TARGETS:
             for name, contribution in self._fields[target].items():
                 yield target, name, contribution
-
-    def validate(self) -> None:
-        """Applies every cross-option rule.
-
-        Raises:
-            ValueError: The first rule that is broken, with the values, the rule and a way out.
-        """
-        for rule in RULES:
-            rule(self)
 
 
 def _typed(name: str, value: Any, config_class: type) -> Any:

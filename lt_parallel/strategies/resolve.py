@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lt_parallel.option_rules import check_rules
 from lt_parallel.pipeline_balance import LayerCosts, balance_layout
 from lt_parallel.pipeline_layout import PipelineLayout, virtual_size_from_layers
 from lt_parallel.plugins.dispatch_libraries import require_dispatch_library
@@ -85,7 +86,7 @@ def resolve_run(
     if backend is not None:
         _check_low_precision(settings, backend)
         _check_context_parallel(settings, backend)
-    settings.validate()
+    check_rules(settings)
     require_dispatch_library(settings)  # after the rules: to build one takes longer than to change an option
     batch_plan = BatchPlan(settings.sizes, arguments.num_microbatches, arguments.global_batch_size)
     return ResolvedRun(settings, batch_plan, layout, backend)

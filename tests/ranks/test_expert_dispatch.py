@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lt_parallel import ExpertDispatch, settings
+from lt_parallel import ExpertDispatch, option_rules
 from lt_parallel.expert_rules import flex_dispatch_is_in_bf16
 from lt_parallel.models import GPTModule
 from tests.ranks import deepep_over_gloo
@@ -139,7 +139,7 @@ Run = tuple[str, str | None]
 
 def train_all(runs: list[Run], ranks: int, strategy: dict[str, Any]) -> dict[Run, dict[str, Any]]:
     """Each case by each dispatcher, in fp32, which the kernels behind "flex" don't take and the stand-in does."""
-    settings.RULES = tuple(rule for rule in settings.RULES if rule is not flex_dispatch_is_in_bf16)
+    option_rules.RULES = tuple(rule for rule in option_rules.RULES if rule is not flex_dispatch_is_in_bf16)
     found = {}
     for case, dispatcher in runs:
         if dispatcher == "flex":

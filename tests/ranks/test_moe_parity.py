@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lt_parallel import ExpertDispatch, settings
+from lt_parallel import ExpertDispatch, option_rules
 from lt_parallel.expert_rules import flex_dispatch_is_in_bf16
 from tests.ranks import deepep_over_gloo
 from tests.ranks.parity_runs import MOE_SHAPES, train_with_trainer
@@ -79,7 +79,7 @@ def test_the_losses_of_routers_are_logged_by_layer() -> None:
 def dispatched(shape: str, world_size: int, dispatcher: Any, strategy: dict[str, Any]) -> dict[str, list[float]]:
     """As `train_with_trainer`; "flex" on a stand-in for DeepEP, in fp32, which the real one doesn't take."""
     if dispatcher == "flex":
-        settings.RULES = tuple(rule for rule in settings.RULES if rule is not flex_dispatch_is_in_bf16)
+        option_rules.RULES = tuple(rule for rule in option_rules.RULES if rule is not flex_dispatch_is_in_bf16)
         deepep_over_gloo.install(bf16_only=False)
     numbers = train_with_trainer(shape, world_size, strategy, callbacks=[ExpertDispatch(dispatcher)])
     assert (deepep_over_gloo.calls["dispatch"] > 0) is (dispatcher == "flex")

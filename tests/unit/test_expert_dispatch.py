@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lt_parallel import ExpertDispatch
 from lt_parallel.models import GPTModule
+from lt_parallel.option_rules import check_rules
 from lt_parallel.plugins import dispatch_libraries
 from lt_parallel.settings import Settings
 from lt_parallel.strategies import MegatronParallelStrategy
@@ -223,7 +224,7 @@ def test_fusion_with_transformer_engine() -> None:
     settings.contribute("MegatronParallelStrategy", "model", transformer_impl="transformer_engine")
     settings.contribute("GPTModule(moe=...)", "model", num_moe_experts=4)
     ExpertDispatch("alltoall", permute_fusion=True).contribute(settings)
-    settings.validate()
+    check_rules(settings)
 
 
 # ---------------------------------------------------------------- libraries
