@@ -398,7 +398,7 @@ def remarks(rows: Sequence[Row], failures: Sequence[str], rounds: int, device: s
         yield f"Device: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}."
     else:
         yield (
-            "Device: the CPU, one thread. PyTorch's grouped matrix product is a loop itself there, in C++ (seen in torch "
+            "Device: the CPU, one thread. PyTorch's grouped matrix product is a loop itself there, in C++ (so in torch "
             "2.14.1): the matrix products are the same ones in all three ways, and what differs is Python, copies and "
             "memory."
         )

@@ -1,9 +1,9 @@
 """One place where strategy, callbacks, precision and model meet before anything is built.
 
 Each of them *contributes* Megatron Core config fields to one `Settings` object; none of them looks at another. A field
-has one owner: two contributions that disagree raise and name both. When everything is in, the rules of `option_rules.py`
-are applied, and only then are process groups made and configs built. So a wrong combination is one error, early, with
-its values, whoever brought them.
+has one owner: two contributions that disagree raise and name both. When everything is in, the rules of
+`option_rules.py` are applied, and only then are process groups made and configs built. So a wrong combination is one
+error, early, with its values, whoever brought them.
 """
 
 from __future__ import annotations
