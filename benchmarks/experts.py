@@ -15,6 +15,12 @@ Memory is what a step holds at its highest besides weights and inputs: activatio
 added up from the allocations that PyTorch's profiler sees; what oneDNN and MKL keep for themselves isn't among them. On
 CUDA it is the allocator's own peak.
 
+On the CPU, grouped is slower than sequential where there are few and large experts. That is not its arithmetic but the
+kernel's pages: glibc gives freed blocks of megabytes back and takes them anew in the next step, and grouped's blocks
+are the largest, the activations of all tokens and the gradient of all experts. With `MALLOC_MMAP_THRESHOLD_=8589934592
+MALLOC_TRIM_THRESHOLD_=17179869184` before the command blocks are kept, and the same rows took 0.95 to 1.01 of
+sequential's time, all rows 0.30 to 1.01 (2026-12-07, the machine of `results/experts.md`, load 2 to 3).
+
 Run `python -m benchmarks.experts` from the repository's root; on a GPU, with larger shapes, `--device cuda`.
 """
 
@@ -400,7 +406,8 @@ def remarks(rows: Sequence[Row], failures: Sequence[str], rounds: int, device: s
         yield (
             "Device: the CPU, one thread. PyTorch's grouped matrix product is a loop itself there, in C++ (so in torch "
             "2.14.1): the matrix products are the same ones in all three ways, and what differs is Python, copies and "
-            "memory."
+            "memory. Why grouped can be slower than sequential with few and large experts, and what helps, is at the "
+            "beginning of `benchmarks/experts.py`."
         )
 
 
@@ -426,9 +433,9 @@ def main() -> int:
     if options.device == "cpu":
         torch.set_num_threads(1)
     shapes, rounds = (QUICK, 2) if options.quick else (SHAPES[options.device], options.rounds)
-    report = Report(
-        "Experts: grouped, looped, sequential", COLUMNS, " ".join(["python -m", parser.prog, *sys.argv[1:]])
-    )
+    settings = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_")]
+    command = " ".join([*settings, "python -m", parser.prog, *sys.argv[1:]])
+    report = Report("Experts: grouped, looped, sequential", COLUMNS, command)
     rows, failures = run(shapes, rounds, options.device)
     for row in rows:
         report.add(*row.cells())
